@@ -1,0 +1,1 @@
+//! Maps shared CXL memory and hands it out as slabs.

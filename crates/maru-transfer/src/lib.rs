@@ -1,0 +1,1 @@
+//! The transfer engine: one trait, the movers behind it, and their configuration.
