@@ -1,0 +1,341 @@
+//! One transfer with every address known and in bounds: the contract that all movers share.
+
+use std::sync::Arc;
+
+use crate::plan::access;
+use crate::{CopyPlan, LayoutError, SlotMapping};
+
+/// Which side is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// Paged cache → slab (store, D2H).
+    Gather,
+    /// Slab → paged cache (load, H2D).
+    Scatter,
+}
+
+/// Where a slab is: as the host and as the device address it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlabSpan {
+    /// Host address; `None` for a slab in device memory.
+    pub host: Option<u64>,
+    /// Device address; `None` for memory that is not registered, which no kernel may touch.
+    pub device: Option<u64>,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// What is wanted of one slab.
+#[derive(Clone, Debug)]
+pub struct JobRequest {
+    /// Store or load.
+    pub direction: Direction,
+    /// Where the slab is.
+    pub slab: SlabSpan,
+    /// Token → slot; token 0 is the slab's first.
+    pub slots: SlotMapping,
+    /// Leave the first tokens alone on both sides; the rest does not shift.
+    pub skip_tokens: u64,
+    /// Whether fewer slots than the slab has tokens may be given.
+    pub partial: bool,
+    /// `(first, count)` of the cache's layers; `None` = all. A slab of all layers is addressed at the same
+    /// layers, a layerwise object (one layer) takes exactly one.
+    pub layers: Option<(u32, u32)>,
+}
+
+/// Consecutive tokens whose slots are consecutive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First token.
+    pub token: u64,
+    /// Its slot.
+    pub slot: u64,
+    /// Tokens.
+    pub len: u64,
+}
+
+/// The slots of a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum JobSlots {
+    /// Checked: each is −1 or inside the cache, and a scatter names none twice.
+    Host {
+        /// One per token, the skipped prefix included.
+        slots: Arc<[i64]>,
+        /// The tokens that are moved, in token order, as runs.
+        runs: Vec<Run>,
+    },
+    /// In device memory: the mover checks each against −1 and `0..num_slots` and touches nothing for others.
+    Device {
+        /// Address of token 0's slot.
+        addr: u64,
+        /// Slots, the skipped prefix included.
+        len: u64,
+    },
+}
+
+/// A transfer that is safe to carry out: every byte it names lies in the planes and the slab it was made for.
+///
+/// It can be built by [`CopyJob::new`] only. What it cannot know is whether those memories still exist: that
+/// is the promise of whoever registered them.
+#[derive(Clone, Debug)]
+pub struct CopyJob {
+    direction: Direction,
+    plan: Arc<CopyPlan>,
+    slab: SlabSpan,
+    slots: JobSlots,
+    skip: u64,
+    tokens: u64,
+    moved: Option<u64>,
+    first_layer: u32,
+    layer_count: u32,
+}
+
+impl CopyJob {
+    /// Checks a request against a plan.
+    ///
+    /// # Errors
+    /// [`LayoutError`]: slab too small or outside 64 bits, more slots than tokens or fewer without
+    /// permission, more to skip than there is, layers outside the cache, a slot outside it, and a slot
+    /// written twice by a scatter.
+    pub fn new(plan: Arc<CopyPlan>, request: JobRequest) -> Result<Self, LayoutError> {
+        let g = *plan.geometry();
+        let (first_layer, layer_count) = layer_range(&plan, request.layers)?;
+        let slab = check_slab(&plan, request.slab, first_layer)?;
+        let tokens = request.slots.len();
+        if tokens > g.slab_tokens || (tokens < g.slab_tokens && !request.partial) {
+            return Err(LayoutError::SlotCount { slots: tokens, tokens: g.slab_tokens });
+        }
+        if request.skip_tokens > tokens {
+            return Err(LayoutError::SkipTooLarge { skip: request.skip_tokens, tokens });
+        }
+        let (slots, moved) = match request.slots {
+            SlotMapping::Device { addr, len } => {
+                if len.checked_mul(8).and_then(|bytes| addr.checked_add(bytes)).is_none() {
+                    return Err(LayoutError::Overflow { what: "the slot list's last address" });
+                }
+                (JobSlots::Device { addr, len }, None)
+            }
+            SlotMapping::Host(slots) => {
+                let runs = check_slots(&slots, request.skip_tokens, g.num_slots)?;
+                if request.direction == Direction::Scatter {
+                    check_duplicates(&runs, g.num_slots)?;
+                }
+                let moved = runs.iter().map(|r| r.len).sum();
+                (JobSlots::Host { slots, runs }, Some(moved))
+            }
+        };
+        Ok(CopyJob {
+            direction: request.direction,
+            plan,
+            slab,
+            slots,
+            skip: request.skip_tokens,
+            tokens,
+            moved,
+            first_layer,
+            layer_count,
+        })
+    }
+
+    /// Store or load.
+    pub fn direction(&self) -> Direction {
+        self.direction
+    }
+
+    /// The cache's plan.
+    pub fn plan(&self) -> &Arc<CopyPlan> {
+        &self.plan
+    }
+
+    /// The slab at the first layer moved; a mover adds `l * slab_layer_stride` for the `l`-th layer moved.
+    pub fn slab(&self) -> SlabSpan {
+        self.slab
+    }
+
+    /// The slots.
+    pub fn slots(&self) -> &JobSlots {
+        &self.slots
+    }
+
+    /// Tokens left alone at the front.
+    pub fn skip(&self) -> u64 {
+        self.skip
+    }
+
+    /// Tokens of the transfer, the skipped prefix included.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// First layer of the cache that is moved.
+    pub fn first_layer(&self) -> u32 {
+        self.first_layer
+    }
+
+    /// Layers moved.
+    pub fn layer_count(&self) -> u32 {
+        self.layer_count
+    }
+
+    /// Base address of plane `kv` of the `l`-th layer moved; 0 for a plane that is not part of the job.
+    pub fn base(&self, kv: u64, l: u64) -> u64 {
+        let g = self.plan.geometry();
+        if l >= u64::from(self.layer_count) || kv >= g.kv_planes {
+            return 0;
+        }
+        let index = kv * g.layers + u64::from(self.first_layer) + l;
+        usize::try_from(index).ok().and_then(|i| self.plan.bases().get(i)).copied().unwrap_or(0)
+    }
+
+    /// Whether nothing is to be moved. Device slots count as something unless all are skipped.
+    pub fn is_empty(&self) -> bool {
+        self.moved.unwrap_or(self.tokens - self.skip) == 0
+    }
+
+    /// Bytes moved one way; with device slots as if none was −1.
+    pub fn bytes(&self) -> u64 {
+        let g = self.plan.geometry();
+        let tokens = self.moved.unwrap_or(self.tokens - self.skip);
+        g.token_bytes()
+            .saturating_mul(g.kv_planes)
+            .saturating_mul(tokens)
+            .saturating_mul(self.layer_count.into())
+    }
+
+    /// Widest power of two (at most 16) for every access of this job, the slab's address included.
+    pub fn access_bytes(&self) -> u64 {
+        let slab = [self.slab.host, self.slab.device];
+        access(slab.into_iter().flatten().chain([self.plan.geometry().access_bytes]))
+    }
+}
+
+fn layer_range(plan: &CopyPlan, wanted: Option<(u32, u32)>) -> Result<(u32, u32), LayoutError> {
+    let have = plan.geometry().layers;
+    let layers = u32::try_from(have).map_err(|_| LayoutError::OutOfRange {
+        what: "layers",
+        found: i128::from(have),
+        allowed: format!("1 to {}", u32::MAX),
+    })?;
+    let (first, count) = wanted.unwrap_or((0, layers));
+    if count == 0 || u64::from(first) + u64::from(count) > u64::from(layers) {
+        return Err(LayoutError::LayerRange { first, count, layers });
+    }
+    let in_slab = plan.slab().layers();
+    if in_slab == 1 && count != 1 {
+        return Err(LayoutError::Disagree {
+            what: "layers of the transfer",
+            paged: count.into(),
+            slab: in_slab,
+        });
+    }
+    Ok((first, count))
+}
+
+/// Checks the slab's size and ends, and moves its start to the first layer of the job.
+fn check_slab(plan: &CopyPlan, span: SlabSpan, first_layer: u32) -> Result<SlabSpan, LayoutError> {
+    let needed = plan.slab().bytes();
+    if span.len < needed {
+        return Err(LayoutError::SlabTooSmall { found: span.len, needed });
+    }
+    for addr in [span.host, span.device].into_iter().flatten() {
+        if addr.checked_add(span.len).is_none() {
+            return Err(LayoutError::Overflow { what: "the slab's last address" });
+        }
+    }
+    // A layerwise object has stride 0 here; the ends were checked above.
+    let shift = u64::from(first_layer) * plan.geometry().slab_layer_stride;
+    let shifted = |addr: Option<u64>| addr.map(|a| a + shift);
+    Ok(SlabSpan { host: shifted(span.host), device: shifted(span.device), len: span.len - shift })
+}
+
+/// Every slot in range; the moved tokens as runs.
+fn check_slots(slots: &[i64], skip: u64, num_slots: u64) -> Result<Vec<Run>, LayoutError> {
+    let end = i64::try_from(num_slots).unwrap_or(i64::MAX);
+    if !slots.iter().fold(true, |ok, &s| ok & (s >= -1) & (s < end)) {
+        return Err(first_out_of_range(slots, end, num_slots));
+    }
+    let skip = usize::try_from(skip).unwrap_or(usize::MAX).min(slots.len());
+    let mut runs: Vec<Run> = Vec::with_capacity((slots.len() - skip) / 8 + 1);
+    let mut next = -1i64;
+    for (token, &slot) in (skip as u64..).zip(&slots[skip..]) {
+        if slot == next && slot >= 0 {
+            if let Some(run) = runs.last_mut() {
+                run.len += 1;
+            }
+            next += 1;
+        } else if slot >= 0 {
+            runs.push(Run { token, slot: slot.unsigned_abs(), len: 1 });
+            next = slot + 1;
+        } else {
+            next = -1;
+        }
+    }
+    Ok(runs)
+}
+
+fn first_out_of_range(slots: &[i64], end: i64, num_slots: u64) -> LayoutError {
+    let token = slots.iter().position(|&s| s < -1 || s >= end).unwrap_or(0);
+    let slot = slots.get(token).copied().unwrap_or(-1);
+    LayoutError::SlotOutOfRange { token: token as u64, slot, num_slots }
+}
+
+/// No slot in two runs. A bit per slot where the runs are many for the cache's size, else sorted runs.
+fn check_duplicates(runs: &[Run], num_slots: u64) -> Result<(), LayoutError> {
+    if runs.len() < 2 {
+        return Ok(());
+    }
+    let words = num_slots.div_ceil(64);
+    let twice = match words <= 8 * runs.len() as u64 {
+        true => marked_twice(runs, words),
+        false => sorted_overlap(runs),
+    };
+    match twice {
+        true => Err(find_duplicate(runs)),
+        false => Ok(()),
+    }
+}
+
+fn sorted_overlap(runs: &[Run]) -> bool {
+    let mut order: Vec<(u64, u64)> = runs.iter().map(|r| (r.slot, r.slot + r.len)).collect();
+    order.sort_unstable();
+    order.windows(2).any(|w| w[0].1 > w[1].0)
+}
+
+fn marked_twice(runs: &[Run], words: u64) -> bool {
+    let mut marks = vec![0u64; usize::try_from(words).unwrap_or(0)];
+    for run in runs {
+        let (mut slot, end) = (run.slot, run.slot + run.len);
+        while slot < end {
+            let (word, bit) = (slot / 64, slot % 64);
+            let n = (64 - bit).min(end - slot);
+            let mask = (u64::MAX >> (64 - n)) << bit;
+            // Slots are below num_slots, so the word exists.
+            let mark = &mut marks[usize::try_from(word).unwrap_or(0)];
+            if *mark & mask != 0 {
+                return true;
+            }
+            *mark |= mask;
+            slot += n;
+        }
+    }
+    false
+}
+
+/// Names the first two tokens of a slot that is written twice.
+fn find_duplicate(runs: &[Run]) -> LayoutError {
+    let mut order: Vec<&Run> = runs.iter().collect();
+    order.sort_unstable_by_key(|r| (r.slot, r.token));
+    let mut last = order[0];
+    for run in &order[1..] {
+        if last.slot + last.len > run.slot {
+            let slot = run.slot;
+            let (a, b) = (last.token + (slot - last.slot), run.token);
+            return LayoutError::DuplicateSlot { slot, first: a.min(b), second: a.max(b) };
+        }
+        if run.slot + run.len > last.slot + last.len {
+            last = run;
+        }
+    }
+    LayoutError::DuplicateSlot { slot: 0, first: 0, second: 0 }
+}
