@@ -5,9 +5,11 @@
 //! error that lists the readings and says what decides. A new engine layout is one more row of
 //! [`patterns`] and one row of the table test.
 
-use crate::Axis::{self, Block, Content, Dim, Head, HeadsDim, Kv, KvDim, Layer, Slot, Token};
-use crate::paged::{PagedLayout, RowKind, StridedSpec};
-use crate::{LayoutError, TensorDesc};
+mod reading;
+
+use crate::Axis::{self, Block, Dim, Head, HeadsDim, Kv, KvDim, Layer, Slot, Token};
+use crate::{LayoutError, PagedLayout, TensorDesc};
+use reading::{KernelBlocks, Reading, Refusal};
 
 /// What the caller knows of a cache besides its tensors. Facts are believed and must not contradict the
 /// tensor; a fact that is not known stays `None`.
@@ -81,32 +83,44 @@ impl PagedLayout {
             }
         }
         if let Some(axes) = &spec.axes {
-            let named = Reading { tensor, spec, axes, named: true, kernel_blocks: true };
+            let named = Reading { tensor, spec, axes, named: true, kernel_blocks: KernelBlocks::AnyOrder };
             return named.layout().map_err(|e| e.into_error(tensor, axes));
         }
         let all = patterns(tensor.rank(), spec.split_kv);
         if all.is_empty() {
             return Err(no_pattern(tensor, spec));
         }
-        // The kernel-block rule is for tensors of which no axis is the stated block.
+        // The kernel-block rule is for tensors of which no axis can be the stated block.
         let exact = all.iter().any(|axes| {
-            let token = axes.iter().position(|a| *a == Token);
-            token.is_some_and(|i| Some(tensor.shape()[i]) == spec.block_size)
+            let may_be_tokens = |(i, a): (usize, &Axis)| {
+                matches!(a, Token | Head) && Some(tensor.shape()[i]) == spec.block_size
+            };
+            axes.iter().enumerate().any(may_be_tokens)
         });
+        let kernel_blocks = if exact { KernelBlocks::Never } else { KernelBlocks::TokensFirst };
+        let read = |axes, kernel_blocks| Reading { tensor, spec, axes, named: false, kernel_blocks }.layout();
         let mut survivors: Vec<PagedLayout> = Vec::new();
         let mut reasons = Vec::new();
         for axes in all {
-            match (Reading { tensor, spec, axes, named: false, kernel_blocks: !exact }).layout() {
+            match read(axes, kernel_blocks) {
                 Ok(layout) => survivors.push(layout),
                 Err(Refusal::Reason(reason)) => reasons.push(format!("not {}: {reason}", Axis::join(axes))),
                 Err(Refusal::Error(e)) => return Err(e),
             }
         }
         // A stated block that is found, be it on a merged slot axis, beats one that is only a multiple.
-        if let Some(size) = spec.block_size
-            && survivors.iter().any(|s| s.block_size() == size)
-        {
-            survivors.retain(|s| s.block_size() == size);
+        match spec.block_size {
+            Some(size) if survivors.iter().any(|s| s.block_size() == size) => {
+                survivors.retain(|s| s.block_size() == size);
+            }
+            // Fused tensors come with heads before tokens, and with kernel blocks: that reading is not
+            // believed unless named, but it must not be overlooked either.
+            Some(_) if !exact && !survivors.is_empty() && tensor.rank() == 4 => {
+                let others = all.iter().filter_map(|axes| read(axes, KernelBlocks::AnyOrder).ok());
+                let new: Vec<_> = others.filter(|o| !survivors.contains(o)).collect();
+                survivors.extend(new);
+            }
+            _ => {}
         }
         decide(tensor, spec, survivors, reasons)
     }
@@ -119,25 +133,32 @@ fn decide(
     mut survivors: Vec<PagedLayout>,
     reasons: Vec<String>,
 ) -> Result<PagedLayout, LayoutError> {
-    if survivors.len() > 1 && survivors[1..].iter().any(|s| !s.moves_same_bytes(&survivors[0])) {
-        let by_hint: Vec<usize> = (0..survivors.len())
-            .filter(|&i| Some(survivors[i].head_size()) == spec.backend_head_size)
-            .collect();
-        match by_hint[..] {
-            [one] => survivors.swap(0, one),
-            _ => {
-                return Err(LayoutError::Ambiguous {
-                    shape: tensor.shape().to_vec(),
-                    readings: survivors.iter().map(describe).collect(),
-                    decide: what_decides(&survivors, spec),
-                });
-            }
-        }
+    if !agree(&survivors) && survivors.iter().any(|s| has_backend_width(s, spec)) {
+        survivors.retain(|s| has_backend_width(s, spec));
+    }
+    if !agree(&survivors) {
+        return Err(LayoutError::Ambiguous {
+            shape: tensor.shape().to_vec(),
+            readings: survivors.iter().map(describe).collect(),
+            decide: what_decides(&survivors, spec),
+        });
     }
     match survivors.into_iter().next() {
         Some(layout) => Ok(layout),
         None => Err(LayoutError::Mismatch { shape: tensor.shape().to_vec(), reasons }),
     }
+}
+
+fn agree(readings: &[PagedLayout]) -> bool {
+    readings.windows(2).all(|w| w[0].moves_same_bytes(&w[1]))
+}
+
+/// Whether a reading has the head width that the engine's backend reports. A flattened row of which neither
+/// heads nor width is known may have any width that divides it.
+fn has_backend_width(layout: &PagedLayout, spec: &CacheSpec) -> bool {
+    let Some(width) = spec.backend_head_size else { return false };
+    let open = layout.axes().contains(&HeadsDim) && spec.num_kv_heads.is_none() && spec.head_size.is_none();
+    layout.head_size() == width || (open && width > 0 && layout.head_size().is_multiple_of(width))
 }
 
 fn describe(layout: &PagedLayout) -> String {
@@ -181,316 +202,4 @@ fn no_pattern(tensor: &TensorDesc, spec: &CacheSpec) -> LayoutError {
         tensor.rank()
     );
     LayoutError::Mismatch { shape: tensor.shape().to_vec(), reasons: vec![reason] }
-}
-
-/// Why a reading is none: a contradiction, or an error of the numbers themselves.
-enum Refusal {
-    Reason(String),
-    Error(LayoutError),
-}
-
-impl Refusal {
-    fn into_error(self, tensor: &TensorDesc, axes: &[Axis]) -> LayoutError {
-        match self {
-            Refusal::Error(e) => e,
-            Refusal::Reason(reason) => LayoutError::Mismatch {
-                shape: tensor.shape().to_vec(),
-                reasons: vec![format!("not {} as stated: {reason}", Axis::join(axes))],
-            },
-        }
-    }
-}
-
-impl From<LayoutError> for Refusal {
-    fn from(e: LayoutError) -> Self {
-        Refusal::Error(e)
-    }
-}
-
-fn refuse<T>(reason: String) -> Result<T, Refusal> {
-    Err(Refusal::Reason(reason))
-}
-
-/// One way to read a tensor.
-struct Reading<'a> {
-    tensor: &'a TensorDesc,
-    spec: &'a CacheSpec,
-    axes: &'a [Axis],
-    /// The caller stated this order; what only engines' habits rule out is then allowed.
-    named: bool,
-    /// Whether the stated block may be a multiple of the token axis.
-    kernel_blocks: bool,
-}
-
-impl Reading<'_> {
-    fn find(&self, axis: Axis) -> Option<usize> {
-        self.axes.iter().position(|a| *a == axis)
-    }
-
-    fn len(&self, axis: Axis) -> Option<u64> {
-        self.find(axis).map(|i| self.tensor.shape()[i])
-    }
-
-    /// Byte stride, 0 where the axis does not exist or has length 1.
-    fn stride(&self, axis: Axis) -> u64 {
-        self.find(axis).map_or(0, |i| self.tensor.byte_stride(i))
-    }
-
-    fn layout(&self) -> Result<PagedLayout, Refusal> {
-        if self.named && self.axes == [Block, Content] {
-            return self.opaque_blocks();
-        }
-        self.check_words()?;
-        self.check_planes()?;
-        let (num_blocks, block_size, block_stride, token_stride) = self.blocks()?;
-        let (num_heads, head_size, row_kind) = self.heads()?;
-        self.check_memory_order()?;
-        let fused = self.find(KvDim).is_some();
-        let element = self.tensor.dtype().size();
-        let spec = StridedSpec {
-            dtype: self.tensor.dtype(),
-            row_kind,
-            kv_planes: if fused { 2 } else { self.len(Kv).unwrap_or(1) },
-            kv_stride: if fused { head_size * element } else { self.stride(Kv) },
-            layers: self.len(Layer).unwrap_or(1),
-            layer_stride: self.stride(Layer),
-            num_blocks,
-            block_size,
-            num_heads,
-            head_size,
-            block_stride,
-            token_stride,
-            head_stride: if self.find(Head).is_some() { self.stride(Head) } else { head_size * element },
-        };
-        Ok(PagedLayout::build(spec, self.axes.to_vec())?)
-    }
-
-    /// The words make a cache: right number, each once, blocks of tokens (or slots) with one kind of row.
-    fn check_words(&self) -> Result<(), Refusal> {
-        if self.axes.len() != self.tensor.rank() {
-            return refuse(format!(
-                "{} axes are named, the tensor has {}",
-                self.axes.len(),
-                self.tensor.rank()
-            ));
-        }
-        if let Some(twice) = (1..self.axes.len()).find(|&i| self.axes[..i].contains(&self.axes[i])) {
-            return refuse(format!("{} is named twice", self.axes[twice]));
-        }
-        let has = |a| self.find(a).is_some();
-        let (blocks_of_tokens, merged) = ((has(Block), has(Token)), has(Slot));
-        if !matches!((blocks_of_tokens, merged), ((true, true), false) | ((false, false), true)) {
-            return refuse("the order needs block and token, or slot in place of both".into());
-        }
-        let rows = [Dim, KvDim, Content, HeadsDim].into_iter().filter(|a| has(*a)).count();
-        if rows != 1 {
-            return refuse("the order needs exactly one of dim, kv_dim, content, heads_dim".into());
-        }
-        if has(HeadsDim) && has(Head) {
-            return refuse("head and heads_dim exclude each other".into());
-        }
-        if has(KvDim) && has(Kv) {
-            return refuse("kv and kv_dim exclude each other".into());
-        }
-        let inner = [Dim, KvDim, Content, HeadsDim].into_iter().find_map(|a| self.find(a)).unwrap_or(0);
-        let step = self.tensor.strides()[inner];
-        if step > 1 {
-            return refuse(format!(
-                "{} has stride {step}; its elements must be contiguous",
-                self.axes[inner]
-            ));
-        }
-        Ok(())
-    }
-
-    /// K/V axes have length 2, MLA has one plane, a split tensor has no K/V of its own.
-    fn check_planes(&self) -> Result<(), Refusal> {
-        if let Some(n) = self.len(Kv).filter(|n| *n != 2) {
-            return refuse(format!("its kv axis has length {n}, K and V make 2"));
-        }
-        let two = self.find(Kv).is_some() || self.find(KvDim).is_some();
-        if self.spec.mla && (two || self.spec.split_kv) {
-            return refuse("MLA was stated, which has one plane".into());
-        }
-        if self.spec.split_kv && two {
-            return refuse("K and V were given as separate tensors".into());
-        }
-        Ok(())
-    }
-
-    /// `(num_blocks, block_size, block_stride, token_stride)`.
-    fn blocks(&self) -> Result<(u64, u64, u64, u64), Refusal> {
-        let stated = self.spec.block_size;
-        if let Some(slots) = self.len(Slot) {
-            let size = stated.unwrap_or(1);
-            if !slots.is_multiple_of(size) {
-                return refuse(format!("{slots} slots are no whole number of blocks of {size}"));
-            }
-            self.check_num_blocks(slots / size, 1)?;
-            let step = self.stride(Slot);
-            let block_stride =
-                step.checked_mul(size).ok_or(LayoutError::Overflow { what: "the block stride" })?;
-            return Ok((slots / size, size, block_stride, step));
-        }
-        let (blocks, tokens) = (self.len(Block).unwrap_or(1), self.len(Token).unwrap_or(1));
-        let factor = match stated {
-            None => 1,
-            Some(size) if size == tokens => 1,
-            Some(size) => self.kernel_factor(size, tokens)?,
-        };
-        if !self.named && self.heads_first() && self.tensor.rank() >= 5 {
-            // Rank 5 and 6 are token-major; heads first is believed on an exact block size only, and not
-            // when the head axis is that long as well.
-            if stated != Some(tokens) {
-                return refuse("heads before tokens needs the block size to be stated".into());
-            }
-            if self.len(Head) == Some(tokens) {
-                return refuse(format!(
-                    "with {tokens} heads and {tokens} tokens, tokens come first unless named"
-                ));
-            }
-        }
-        self.check_num_blocks(blocks, factor)?;
-        Ok((blocks, tokens, self.stride(Block), self.stride(Token)))
-    }
-
-    fn heads_first(&self) -> bool {
-        matches!((self.find(Head), self.find(Token)), (Some(h), Some(t)) if h < t)
-    }
-
-    fn kernel_factor(&self, stated: u64, tokens: u64) -> Result<u64, Refusal> {
-        if !stated.is_multiple_of(tokens) {
-            return refuse(format!("its token axis has length {tokens}, the stated block_size {stated}"));
-        }
-        if !self.kernel_blocks || (self.heads_first() && !self.named) {
-            return refuse(format!("its token axis has length {tokens}, not the stated block_size {stated}"));
-        }
-        Ok(stated / tokens)
-    }
-
-    fn check_num_blocks(&self, found: u64, factor: u64) -> Result<(), Refusal> {
-        match self.spec.num_blocks {
-            Some(n) if n != found && n.checked_mul(factor) != Some(found) => {
-                refuse(format!("it would have {found} blocks, {n} were stated"))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// `(num_heads, head_size, row kind)`, a head being K or V alone.
-    fn heads(&self) -> Result<(u64, u64, RowKind), Refusal> {
-        let (stated_heads, stated_size) = (self.spec.num_kv_heads, self.spec.head_size);
-        if let Some(width) = self.len(HeadsDim) {
-            return self.flattened_heads(width);
-        }
-        let heads = self.len(Head).unwrap_or(1);
-        if let Some(n) = stated_heads.filter(|n| *n != heads) {
-            return refuse(format!("it would have {heads} head(s), {n} were stated"));
-        }
-        if let Some(content) = self.len(Content) {
-            return Ok((heads, content, RowKind::OpaqueRows));
-        }
-        if let Some(fused) = self.len(KvDim) {
-            if !fused.is_multiple_of(2) {
-                return refuse(format!("a last axis of {fused} cannot be halved into K and V"));
-            }
-            if let Some(size) = stated_size.filter(|size| size.checked_mul(2) != Some(fused)) {
-                return refuse(format!(
-                    "its last axis of {fused} is not K and V of the stated head_size {size}"
-                ));
-            }
-            return Ok((heads, fused / 2, RowKind::Plain));
-        }
-        let dim = self.len(Dim).unwrap_or(1);
-        if let Some(size) = stated_size.filter(|size| *size != dim) {
-            return refuse(format!("its last axis has length {dim}, the stated head_size is {size}"));
-        }
-        let one_plane = self.find(Kv).is_none() && !self.spec.split_kv;
-        if one_plane && heads != 1 && !self.named {
-            return refuse(format!("one plane of latent rows has one head, it would have {heads}"));
-        }
-        Ok((heads, dim, RowKind::Plain))
-    }
-
-    fn flattened_heads(&self, width: u64) -> Result<(u64, u64, RowKind), Refusal> {
-        let (stated_heads, stated_size) = (self.spec.num_kv_heads, self.spec.head_size);
-        if !self.named
-            && let Some(n) = stated_heads.filter(|n| *n == self.tensor.shape()[1])
-        {
-            return refuse(format!("with {n} heads stated and a second axis of {n}, K and V are fused"));
-        }
-        let heads = match (stated_heads, stated_size) {
-            (Some(n), _) => n,
-            (None, Some(size)) if width.is_multiple_of(size) => width / size,
-            (None, Some(size)) => {
-                return refuse(format!("a row of {width} is no whole number of heads of {size}"));
-            }
-            (None, None) => 1,
-        };
-        if !width.is_multiple_of(heads)
-            || stated_size.is_some_and(|size| heads.checked_mul(size) != Some(width))
-        {
-            return refuse(format!(
-                "a row of {width} is not {heads} head(s) of {}",
-                stated_size.map_or("one width".into(), |s| s.to_string())
-            ));
-        }
-        Ok((heads, width / heads, RowKind::Plain))
-    }
-
-    /// Fused rank-4 tensors come in few memory orders; one that no engine produces is no reading.
-    fn check_memory_order(&self) -> Result<(), Refusal> {
-        if self.named || self.find(KvDim).is_none() {
-            return Ok(());
-        }
-        // Layers may share an allocation anywhere in the order; of one layer's view only these are left.
-        let known: &[&[Axis]] = match self.heads_first() {
-            true => &[&[Block, Head, Token], &[Block, Token, Head], &[Head, Block, Token]],
-            false => &[&[Block, Token, Head]],
-        };
-        let descends = |order: &&[Axis]| {
-            let strides: Vec<u64> = order.iter().map(|a| self.stride(*a)).filter(|s| *s > 0).collect();
-            strides.windows(2).all(|w| w[0] > w[1])
-        };
-        match known.iter().any(descends) {
-            true => Ok(()),
-            false => refuse(format!("no engine lays it out with strides {:?}", self.tensor.strides())),
-        }
-    }
-
-    /// Blocks of opaque bytes: every axis behind the first belongs to the block and must be contiguous.
-    fn opaque_blocks(&self) -> Result<PagedLayout, Refusal> {
-        if self.tensor.rank() < 2 {
-            return refuse("blocks of opaque bytes need at least 2 axes".into());
-        }
-        let (shape, strides) = (self.tensor.shape(), self.tensor.strides());
-        let mut elements = 1u64;
-        for axis in (1..shape.len()).rev() {
-            if shape[axis] > 1 && strides[axis] != elements {
-                return refuse(format!(
-                    "axis {axis} has stride {}, a block of opaque bytes needs {elements}",
-                    strides[axis]
-                ));
-            }
-            elements =
-                elements.checked_mul(shape[axis]).ok_or(LayoutError::Overflow { what: "a block's bytes" })?;
-        }
-        self.check_num_blocks(shape[0], 1)?;
-        let spec = StridedSpec {
-            dtype: self.tensor.dtype(),
-            row_kind: RowKind::OpaqueBlocks,
-            kv_planes: 1,
-            kv_stride: 0,
-            layers: 1,
-            layer_stride: 0,
-            num_blocks: shape[0],
-            block_size: 1,
-            num_heads: 1,
-            head_size: elements,
-            block_stride: self.tensor.byte_stride(0),
-            token_stride: 0,
-            head_stride: 0,
-        };
-        Ok(PagedLayout::build(spec, self.axes.to_vec())?)
-    }
 }

@@ -111,6 +111,13 @@ impl CopyJob {
         }
         let (slots, moved) = match request.slots {
             SlotMapping::Device { addr, len } => {
+                if !addr.is_multiple_of(8) && len > 0 {
+                    return Err(LayoutError::OutOfRange {
+                        what: "address of the slot list",
+                        found: i128::from(addr),
+                        allowed: "a multiple of 8".into(),
+                    });
+                }
                 if len.checked_mul(8).and_then(|bytes| addr.checked_add(bytes)).is_none() {
                     return Err(LayoutError::Overflow { what: "the slot list's last address" });
                 }

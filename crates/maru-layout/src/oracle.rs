@@ -10,7 +10,8 @@ pub struct Reference {
     pub tensor: TensorDesc,
     /// What its axes are.
     pub axes: Vec<Axis>,
-    /// Tokens of a block (for the `slot` axis; otherwise the token axis's length).
+    /// Tokens of a block as slots count them, for the tests that make slots from blocks; addresses come from
+    /// the tensor alone.
     pub block_size: u64,
     /// Planes per layer: 2 also where K and V are separate tensors.
     pub planes: u64,
@@ -24,61 +25,66 @@ pub struct Reference {
 impl Reference {
     /// Offset in the cache memory of byte `byte` of token-row `(kv, layer, slot)`; a row is all heads, one
     /// after the other.
+    ///
+    /// # Panics
+    /// If the fields contradict each other: a test that describes its cache wrongly is itself wrong.
     pub fn paged_offset(&self, kv: u64, layer: u64, slot: u64, byte: u64) -> u64 {
         let element = self.tensor.dtype().size();
         let (index, within) = (byte / element, byte % element);
-        let find = |axis| self.axes.iter().position(|a| *a == axis);
-        let len = |axis| find(axis).map_or(1, |i| self.tensor.shape()[i]);
-        let mut at = within;
-        let mut step = |axis: usize, i: u64| at += self.tensor.strides()[axis] * element * i;
-        // The last axis holds K then V of a head (kv_dim), a head (dim), or all heads.
-        let fused = find(Axis::KvDim).is_some();
-        let width = match () {
-            () if fused => len(Axis::KvDim) / 2,
-            () if find(Axis::Dim).is_some() => len(Axis::Dim),
-            () if find(Axis::HeadsDim).is_some() => len(Axis::HeadsDim),
-            () if self.axes == [Axis::Block, Axis::Content] => self.tensor.shape()[1..].iter().product(),
-            () => len(Axis::Content),
-        };
-        let (head, d) = (index / width, index % width);
+        let (head, d) = (index / self.width(), index % self.width());
+        let tokens = self.len(Axis::Token);
+        let mut at = 0;
         for (axis, word) in self.axes.iter().enumerate() {
-            let inner_stride_axis = self.tensor.rank() - 1;
-            match word {
-                Axis::Kv => step(axis, kv),
-                Axis::Layer => step(axis, layer),
-                Axis::Head => step(axis, head),
-                Axis::Slot => step(axis, slot),
-                Axis::Block => step(axis, slot / len(Axis::Token).max(1)),
-                Axis::Token => step(axis, slot % len(Axis::Token)),
-                Axis::KvDim => step(axis, kv * width + d),
-                Axis::Content if self.axes.len() == 2 => step(inner_stride_axis, d),
-                Axis::Dim | Axis::HeadsDim | Axis::Content => step(axis, d),
-            }
+            let stride = self.tensor.strides()[axis];
+            at += match word {
+                Axis::Kv => kv * stride,
+                Axis::Layer => layer * stride,
+                Axis::Head => head * stride,
+                Axis::Slot => slot * stride,
+                Axis::Block => slot / tokens * stride,
+                Axis::Token => slot % tokens * stride,
+                Axis::KvDim => (kv * self.width() + d) * stride,
+                Axis::Dim | Axis::HeadsDim => d * stride,
+                Axis::Content => d,
+            };
         }
-        let shares = fused || find(Axis::Kv).is_some() || self.planes == 1;
+        let one_tensor = self.axes.contains(&Axis::Layer);
+        let both_planes = self.axes.contains(&Axis::Kv) || self.axes.contains(&Axis::KvDim);
         let tensor = match () {
-            () if find(Axis::Layer).is_some() => 0,
-            () if shares => layer,
+            () if one_tensor => 0,
+            () if both_planes || self.planes == 1 => layer,
             () => kv * self.layers + layer,
         };
-        self.tensors[usize::try_from(tensor).unwrap_or(usize::MAX)] + at
+        self.tensors[usize::try_from(tensor).unwrap_or(usize::MAX)] + at * element + within
     }
 
-    /// Bytes of a token in one plane.
+    /// Bytes of a token in one plane: all heads.
     pub fn row_bytes(&self) -> u64 {
-        let len = |word| self.axes.iter().position(|a| *a == word).map_or(1, |i| self.tensor.shape()[i]);
-        let content = match self.axes[..] {
+        self.len(Axis::Head) * self.width() * self.tensor.dtype().size()
+    }
+
+    /// Length of an axis, 1 where it does not exist.
+    fn len(&self, word: Axis) -> u64 {
+        self.axes.iter().position(|a| *a == word).map_or(1, |axis| self.tensor.shape()[axis])
+    }
+
+    /// Elements that lie together in one plane: a head, a token's flattened heads, or an opaque block.
+    fn width(&self) -> u64 {
+        match self.axes[..] {
             [Axis::Block, Axis::Content] => self.tensor.shape()[1..].iter().product(),
-            _ => len(Axis::Content),
-        };
-        let fused = len(Axis::KvDim).max(2) / if len(Axis::KvDim) > 1 { 2 } else { 1 };
-        let fused = if len(Axis::KvDim) > 1 { fused } else { 1 };
-        len(Axis::Head) * len(Axis::Dim) * fused * content * len(Axis::HeadsDim) * self.tensor.dtype().size()
+            _ => {
+                let kv_dim = if self.axes.contains(&Axis::KvDim) { self.len(Axis::KvDim) / 2 } else { 1 };
+                kv_dim * self.len(Axis::Dim) * self.len(Axis::HeadsDim) * self.len(Axis::Content)
+            }
+        }
     }
 
     /// Moves tokens `skip..slots.len()` between `cache` and a packed slab of `tokens` tokens
     /// (`[planes][layers][tokens][row]`), and returns the bytes written, so that a test can assert that
     /// something was.
+    ///
+    /// # Panics
+    /// If a slot or token lies outside the memory given.
     pub fn copy(
         &self,
         direction: Direction,

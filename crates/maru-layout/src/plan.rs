@@ -103,6 +103,9 @@ impl CopyPlan {
         if slab.layers != layers && slab.layers != 1 {
             return Err(LayoutError::Disagree { what: "layers", paged: layers, slab: slab.layers });
         }
+        if paged.kv_planes() > planes {
+            return Err(LayoutError::Disagree { what: "planes", paged: paged.kv_planes(), slab: planes });
+        }
         if paged.token_bytes() != slab.row_bytes {
             return Err(LayoutError::Disagree {
                 what: "bytes of a token in one plane",

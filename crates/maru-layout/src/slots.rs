@@ -64,7 +64,12 @@ impl SlotMapping {
         }
         let overflow = LayoutError::Overflow { what: "a slot" };
         let len = usize::try_from(tokens.end - tokens.start).map_err(|_| overflow.clone())?;
-        let mut slots = Vec::with_capacity(len);
+        let mut slots = Vec::new();
+        slots.try_reserve_exact(len).map_err(|_| LayoutError::OutOfRange {
+            what: "length of the token range",
+            found: i128::from(tokens.end - tokens.start),
+            allowed: "what fits into memory".into(),
+        })?;
         let mut token = tokens.start;
         while token < tokens.end {
             let (index, offset) = (token / block_size, token % block_size);
