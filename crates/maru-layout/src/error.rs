@@ -200,6 +200,34 @@ pub enum LayoutError {
         /// Layers there are.
         layers: u32,
     },
+    /// Not the name of an engine format.
+    #[error("unknown engine format {found:?}; supported: {allowed}")]
+    UnknownFormat {
+        /// The text found.
+        found: String,
+        /// The names supported.
+        allowed: String,
+    },
+    /// Wrong number of tensor pointers for an engine format.
+    #[error("{found} tensor pointers were given where engine format {format} needs {needed}")]
+    PointerCount {
+        /// Name of the format.
+        format: &'static str,
+        /// Pointers given.
+        found: usize,
+        /// Pointers needed.
+        needed: u64,
+    },
+    /// A count that the native kernel's 32-bit fields do not hold.
+    #[error("{what} is {found}; the native kernel takes at most {max}, use the fallback")]
+    KernelLimit {
+        /// What the number is.
+        what: &'static str,
+        /// The number.
+        found: u64,
+        /// The largest that fits.
+        max: u64,
+    },
     /// An engine format that this library does not move.
     #[error("engine format {number} ({name}) is not supported: {reason}")]
     UnsupportedFormat {
@@ -221,7 +249,8 @@ impl LayoutError {
             LayoutError::DtypeMismatch { .. } => "dtype_mismatch",
             LayoutError::SlotOutOfRange { .. } => "slot_out_of_range",
             LayoutError::DuplicateSlot { .. } => "duplicate_slot",
-            LayoutError::UnsupportedFormat { .. } => "unsupported_format",
+            LayoutError::UnsupportedFormat { .. } | LayoutError::UnknownFormat { .. } => "unsupported_format",
+            LayoutError::KernelLimit { .. } => "not_available",
             _ => "invalid_argument",
         }
     }

@@ -21,7 +21,7 @@ mod axis;
 mod desc;
 mod detect;
 mod dtype;
-
+mod engine_format;
 mod error;
 mod fingerprint;
 mod job;
@@ -36,6 +36,7 @@ pub use axis::Axis;
 pub use desc::{MAX_AXES, TensorDesc};
 pub use detect::CacheSpec;
 pub use dtype::DType;
+pub use engine_format::{EngineFormat, EngineGeometry, EngineOp, EnginePlanes, EnginePointers};
 pub use error::LayoutError;
 pub use fingerprint::Fingerprint;
 pub use job::{CopyJob, Direction, JobRequest, JobSlots, Run, SlabSpan};

@@ -293,6 +293,22 @@ impl PagedLayout {
         crate::plan::access(strides.into_iter().chain([base]))
     }
 
+    /// Whether the native kernel can take this cache: counts are 32-bit there, offsets 64-bit. Applies to
+    /// block size, rows of a token, layers and planes of a tensor, and bytes of a row.
+    ///
+    /// # Errors
+    /// [`LayoutError::KernelLimit`] with the first count above [`u32::MAX`].
+    pub fn kernel_limits(&self) -> Result<(), LayoutError> {
+        let rows = if self.heads_adjacent() { 1 } else { self.spec.num_heads };
+        crate::plan::fit_kernel(&[
+            ("block_size", self.spec.block_size),
+            ("num_heads", rows),
+            ("layers", self.spec.layers),
+            ("row_bytes", self.row_bytes()),
+            ("bytes of a token in one plane", self.token_bytes()),
+        ])
+    }
+
     /// Whether both layouts put the same bytes of the same tokens at the same addresses, however their axes
     /// are named.
     pub(crate) fn moves_same_bytes(&self, other: &PagedLayout) -> bool {

@@ -56,6 +56,22 @@ impl Geometry {
         if self.block_size == 1 { self.block_stride } else { self.token_stride }
     }
 
+    /// Whether the native kernel can take this geometry: its counts are 32-bit, its offsets 64-bit.
+    ///
+    /// # Errors
+    /// [`LayoutError::KernelLimit`] with the first of block size, rows, layers, row bytes, token bytes and
+    /// slab tokens above [`u32::MAX`].
+    pub fn kernel_limits(&self) -> Result<(), LayoutError> {
+        fit_kernel(&[
+            ("block_size", self.block_size),
+            ("rows of a token", self.rows),
+            ("layers", self.layers),
+            ("row_bytes", self.row_bytes),
+            ("bytes of a token in one plane", self.token_bytes()),
+            ("slab tokens", self.slab_tokens),
+        ])
+    }
+
     /// Bytes of one token in one plane.
     pub fn token_bytes(&self) -> u64 {
         self.rows * self.row_bytes
@@ -172,6 +188,15 @@ fn fold(paged: &PagedLayout, slab: &SlabLayout, layers: u64, bases: &[u64]) -> G
         linear_slots: paged.linear_slots(),
         tokens_adjacent: rows == 1 && token_adjacent_paged && token_adjacent_slab,
         access_bytes: access(strides.iter().chain(bases).copied().chain([row_bytes])),
+    }
+}
+
+/// The first of the named counts that does not fit 32 bits.
+pub(crate) fn fit_kernel(counts: &[(&'static str, u64)]) -> Result<(), LayoutError> {
+    let max = u64::from(u32::MAX);
+    match counts.iter().find(|(_, n)| *n > max) {
+        Some(&(what, found)) => Err(LayoutError::KernelLimit { what, found, max }),
+        None => Ok(()),
     }
 }
 
