@@ -156,8 +156,18 @@ fn plausible() -> impl Strategy<Value = toml::Table> {
         })
 }
 
+/// 2000 cases, or `PROPTEST_CASES` for a long run.
+fn budget() -> ProptestConfig {
+    let config = ProptestConfig::default();
+    if std::env::var_os("PROPTEST_CASES").is_some() {
+        config
+    } else {
+        ProptestConfig { cases: 2000, ..config }
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(budget())]
 
     #[test]
     fn random_text(text in ".{0,200}") {

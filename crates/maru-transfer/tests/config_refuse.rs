@@ -25,7 +25,7 @@ fn says(text: &str, parts: &[&str]) {
 fn c11_misspelt_cxl_key() {
     let error = refuse("[cxl]\nprefault_threads = 2\nprefalt = true\n");
     assert!(matches!(&error, ConfigError::UnknownKey { key, .. } if key == "cxl.prefalt"));
-    assert_eq!(error.place().unwrap().line(), Some(3));
+    assert_eq!(error.location().unwrap().line(), Some(3));
     assert_eq!(
         error.to_string(),
         "maru.toml:3: unknown key `cxl.prefalt`, did you mean `prefault`?; known here: pool, \
@@ -250,7 +250,7 @@ fn pool_values_out_of_range() {
         let error = refuse(&format!("[[cxl.pool]]\npath = \"a\"\n{line}"));
         assert!(matches!(error, ConfigError::InvalidValue { .. }), "{line}: {error}");
         assert_eq!(error.key(), Some(key), "{line}: {error}");
-        assert!(error.place().unwrap().line() >= Some(3), "{line}: {error}");
+        assert!(error.location().unwrap().line() >= Some(3), "{line}: {error}");
     }
 }
 
@@ -296,7 +296,7 @@ fn overlapping_pools() {
                 if first == "cxl.pool[0]" && second == "cxl.pool[1]"),
             "{text}{error}"
         );
-        assert_eq!(error.place().unwrap().line(), Some(5), "{error}");
+        assert_eq!(error.location().unwrap().line(), Some(5), "{error}");
     }
     // The pair that overlaps is named, among others that do not.
     let text =
@@ -352,7 +352,7 @@ fn text_that_is_not_toml() {
     ] {
         let error = refuse(text);
         assert!(matches!(error, ConfigError::Syntax { .. }), "{text:?}: {error}");
-        assert_eq!(error.place().unwrap().line(), Some(line), "{text:?}: {error}");
+        assert_eq!(error.location().unwrap().line(), Some(line), "{text:?}: {error}");
     }
 }
 
@@ -366,7 +366,7 @@ fn duplicate_keys() {
     ] {
         let error = refuse(text);
         assert!(error.to_string().contains("duplicate key"), "{text}: {error}");
-        assert_eq!(error.place().unwrap().line(), Some(line), "{text}: {error}");
+        assert_eq!(error.location().unwrap().line(), Some(line), "{text}: {error}");
     }
 }
 

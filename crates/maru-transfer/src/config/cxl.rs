@@ -222,7 +222,7 @@ impl Extent {
             return Ok(());
         }
         Err(ConfigError::OverlappingPools {
-            at: super::Place::default(),
+            at: super::Location::default(),
             first: format!("cxl.pool[{earlier_index}]"),
             second: format!("cxl.pool[{}]", self.index),
             detail: format!("{}: bytes {} and {}", quoted(&self.path), earlier.range(), self.range()),

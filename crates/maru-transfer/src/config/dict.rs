@@ -141,7 +141,7 @@ fn insert(
 ) -> Result<(), ConfigError> {
     if let Some((_, other)) = entries.iter().find(|(key, _)| key == name) {
         return Err(ConfigError::GivenTwice {
-            at: sources.place(None),
+            at: sources.location(None),
             key: node.path,
             other: other.path.clone(),
         });
@@ -153,7 +153,7 @@ fn insert(
 fn unknown(key: &str, sources: &Sources) -> ConfigError {
     let known: Vec<&str> = flat_keys().collect();
     ConfigError::UnknownKey {
-        at: sources.place(None),
+        at: sources.location(None),
         key: super::node::joined("", key),
         hint: nearest(key, &known).map(|near| format!(", did you mean `{near}`?")).unwrap_or_default(),
         known: known.join(", "),

@@ -10,14 +10,14 @@ use std::sync::Arc;
 /// Prints as `maru.toml:12`, as `maru.toml` without a line, and as nothing when the value was
 /// set in code.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct Location {
     origin: Option<Arc<str>>,
     line: Option<u32>,
 }
 
-impl Place {
+impl Location {
     pub(super) fn new(origin: &Arc<str>, line: Option<u32>) -> Self {
-        Place { origin: Some(Arc::clone(origin)), line }
+        Location { origin: Some(Arc::clone(origin)), line }
     }
 
     /// The file name or other origin given by whoever read the configuration.
@@ -33,7 +33,7 @@ impl Place {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.origin, self.line) {
             (Some(origin), Some(line)) => write!(f, "{origin}:{line}"),
@@ -44,7 +44,7 @@ impl fmt::Display for Place {
 }
 
 /// `maru.toml:12: `, or nothing for a place that is not known.
-struct Prefix<'a>(&'a Place);
+struct Prefix<'a>(&'a Location);
 
 impl fmt::Display for Prefix<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -63,7 +63,7 @@ pub enum ConfigError {
     #[error("{}not valid TOML: {message}", Prefix(.at))]
     Syntax {
         /// Where parsing stopped.
-        at: Place,
+        at: Location,
         /// What the parser found there.
         message: String,
     },
@@ -71,7 +71,7 @@ pub enum ConfigError {
     #[error("{}unknown key `{key}`{hint}; known here: {known}", Prefix(.at))]
     UnknownKey {
         /// Where the key stands.
-        at: Place,
+        at: Location,
         /// Its path.
         key: String,
         /// `""`, or a guess at what was meant, starting with a comma or semicolon.
@@ -83,7 +83,7 @@ pub enum ConfigError {
     #[error("{}`{key}` is missing; needed: {allowed}", Prefix(.at))]
     MissingKey {
         /// Where the table stands that lacks the key.
-        at: Place,
+        at: Location,
         /// Path of the missing key.
         key: String,
         /// What it may hold.
@@ -93,7 +93,7 @@ pub enum ConfigError {
     #[error("{}`{key}` has the wrong type: found {found}, allowed: {allowed}", Prefix(.at))]
     WrongType {
         /// Where the value stands.
-        at: Place,
+        at: Location,
         /// Path of the key.
         key: String,
         /// What was found, type and value.
@@ -105,7 +105,7 @@ pub enum ConfigError {
     #[error("{}`{key}`: found {found}, allowed: {allowed}", Prefix(.at))]
     InvalidValue {
         /// Where the value stands.
-        at: Place,
+        at: Location,
         /// Path of the key.
         key: String,
         /// What was found.
@@ -117,7 +117,7 @@ pub enum ConfigError {
     #[error("{}`{key}` contradicts `{other}`: {why}", Prefix(.at))]
     Contradiction {
         /// Where the first of the two stands.
-        at: Place,
+        at: Location,
         /// Path of one key.
         key: String,
         /// Path of the other.
@@ -129,7 +129,7 @@ pub enum ConfigError {
     #[error("{}`{key}` and `{other}` are the same setting; give one of them", Prefix(.at))]
     GivenTwice {
         /// Where they stand.
-        at: Place,
+        at: Location,
         /// One spelling.
         key: String,
         /// The other.
@@ -139,7 +139,7 @@ pub enum ConfigError {
     #[error("{}`{first}` and `{second}` overlap on {detail}", Prefix(.at))]
     OverlappingPools {
         /// Where the second pool stands.
-        at: Place,
+        at: Location,
         /// Path of the earlier pool.
         first: String,
         /// Path of the later pool.
@@ -198,7 +198,7 @@ impl ConfigError {
 
     /// Where the fault stands, where that is known.
     #[must_use]
-    pub fn place(&self) -> Option<&Place> {
+    pub fn location(&self) -> Option<&Location> {
         match self {
             ConfigError::Syntax { at, .. }
             | ConfigError::UnknownKey { at, .. }
@@ -218,7 +218,7 @@ impl ConfigError {
         allowed: impl Into<String>,
     ) -> Self {
         ConfigError::InvalidValue {
-            at: Place::default(),
+            at: Location::default(),
             key: key.into(),
             found: found.into(),
             allowed: allowed.into(),
@@ -227,7 +227,7 @@ impl ConfigError {
 
     pub(crate) fn contradiction(key: &str, other: &str, why: impl Into<String>) -> Self {
         ConfigError::Contradiction {
-            at: Place::default(),
+            at: Location::default(),
             key: key.to_owned(),
             other: other.to_owned(),
             why: why.into(),
@@ -240,11 +240,11 @@ impl ConfigError {
         match &mut self {
             ConfigError::InvalidValue { at, key, .. } => sources.locate(at, key),
             ConfigError::Contradiction { at, key, other, .. } => {
-                sources.locate(&mut Place::default(), other);
+                sources.locate(&mut Location::default(), other);
                 sources.locate(at, key);
             }
             ConfigError::OverlappingPools { at, first, second, .. } => {
-                sources.locate(&mut Place::default(), first);
+                sources.locate(&mut Location::default(), first);
                 sources.locate(at, second);
             }
             _ => {}

@@ -51,7 +51,7 @@ use serde::Serialize;
 
 pub use choice::{BackendChoice, ChecksumKind, CoherenceKind, DeviceChoice, KernelSource, StrategyChoice};
 pub use cxl::{CxlConfig, PoolConfig};
-pub use error::{ConfigError, Place};
+pub use error::{ConfigError, Location};
 pub use index::IndexConfig;
 pub use transfer::TransferConfig;
 pub use warning::Warning;
@@ -162,7 +162,7 @@ impl Config {
     /// key that is no text), else as [`Config::from_toml_str`].
     pub fn from_map<T: Serialize + ?Sized>(map: &T) -> Result<Config, ConfigError> {
         let table = toml::Table::try_from(map).map_err(|error| ConfigError::Syntax {
-            at: Place::new(&Arc::from(DICT), None),
+            at: Location::new(&Arc::from(DICT), None),
             message: error.to_string(),
         })?;
         Config::from_dict(&table)
@@ -276,7 +276,7 @@ impl<'de> serde::Deserialize<'de> for Config {
 pub(crate) fn read_file(path: &Path) -> Result<String, ConfigError> {
     let io = |source| ConfigError::Io { path: path.to_owned(), source };
     let syntax = |line, message: &str| ConfigError::Syntax {
-        at: Place::new(&Arc::from(path.display().to_string()), line),
+        at: Location::new(&Arc::from(path.display().to_string()), line),
         message: message.to_owned(),
     };
     let file = std::fs::File::open(path).map_err(io)?;

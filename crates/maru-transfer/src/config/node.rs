@@ -10,7 +10,7 @@ use std::sync::Arc;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::error::{ConfigError, Place};
+use super::error::{ConfigError, Location};
 
 /// Deeper values are never looked into (the deepest key is `cxl.pool[0].path`), so they are not
 /// converted either: a tree of any depth costs nothing.
@@ -45,7 +45,7 @@ impl Node {
         let table = DeTable::parse(text).map_err(|error| {
             let error = earliest(text, error);
             let line = error.span().map(|span| lines.at(span.start));
-            ConfigError::Syntax { at: Place::new(origin, line), message: syntax_message(text, &error) }
+            ConfigError::Syntax { at: Location::new(origin, line), message: syntax_message(text, &error) }
         })?;
         Ok(Node { path: String::new(), line: None, value: convert_table(table.get_ref(), "", &lines, 0) })
     }
@@ -219,20 +219,20 @@ impl Sources {
         Sources { origin, keys: HashMap::new() }
     }
 
-    pub(super) fn place(&self, line: Option<u32>) -> Place {
-        Place::new(&self.origin, line)
+    pub(super) fn location(&self, line: Option<u32>) -> Location {
+        Location::new(&self.origin, line)
     }
 
     pub(super) fn note(&mut self, canonical: String, node: &Node) {
         self.keys.insert(canonical, (node.path.clone(), node.line));
     }
 
-    pub(super) fn locate(&self, at: &mut Place, key: &mut String) {
+    pub(super) fn locate(&self, at: &mut Location, key: &mut String) {
         let mut line = None;
         if let Some((written, written_line)) = self.keys.get(key.as_str()) {
             *key = written.clone();
             line = *written_line;
         }
-        *at = self.place(line);
+        *at = self.location(line);
     }
 }

@@ -165,7 +165,7 @@ impl Section {
             return Ok(Done { path: self.path, line: self.line });
         };
         Err(ConfigError::UnknownKey {
-            at: sources.place(node.line),
+            at: sources.location(node.line),
             key: node.path.clone(),
             hint: hint(name, &self.canonical, &self.known),
             known: self.known.join(", "),
@@ -193,7 +193,7 @@ impl Done {
 
     pub(crate) fn missing(&self, key: &str, allowed: &str, sources: &Sources) -> ConfigError {
         ConfigError::MissingKey {
-            at: sources.place(self.line),
+            at: sources.location(self.line),
             key: self.key(key),
             allowed: allowed.to_owned(),
         }
@@ -202,7 +202,7 @@ impl Done {
 
 pub(super) fn wrong_type(node: &Node, allowed: &str, sources: &Sources) -> ConfigError {
     ConfigError::WrongType {
-        at: sources.place(node.line),
+        at: sources.location(node.line),
         key: node.path.clone(),
         found: node.describe(),
         allowed: allowed.to_owned(),

@@ -104,7 +104,7 @@ impl TransferConfig {
         section.finish(sources)?;
 
         if old.is_some() {
-            let mut warning = (super::Place::default(), format!("transfer.{OLD_TOGGLE}"));
+            let mut warning = (super::Location::default(), format!("transfer.{OLD_TOGGLE}"));
             sources.locate(&mut warning.0, &mut warning.1);
             warnings.push(Warning::DeprecatedKey {
                 at: warning.0,

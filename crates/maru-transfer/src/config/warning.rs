@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::error::Place;
+use super::error::Location;
 
 /// Something in a configuration that works but not the way it reads.
 ///
@@ -14,7 +14,7 @@ pub enum Warning {
     /// A key that still works under its old name.
     DeprecatedKey {
         /// Where it was written.
-        at: Place,
+        at: Location,
         /// The old name, as a path.
         key: String,
         /// The name to use.
