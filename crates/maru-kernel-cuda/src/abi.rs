@@ -1,0 +1,225 @@
+//! The kernel's arguments and entry points, as `cuda/paged_copy.h` and `cuda/paged_copy.cu` have them.
+//!
+//! Public so that the kernel's source can be driven on the host by tests; not a stable interface.
+
+use std::ffi::CStr;
+use std::mem::{offset_of, size_of};
+
+use maru_layout::Direction;
+
+/// Slots that travel inside the kernel arguments.
+pub const INLINE_SLOTS: usize = 256;
+
+/// Where a launch reports the first bad slot it met.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PagedCopyError {
+    /// 0 until written, then 1.
+    pub raised: u64,
+    /// Index of the first bad token, the skipped prefix counted.
+    pub token: u64,
+    /// Its slot.
+    pub slot: i64,
+    /// Zero.
+    pub unused: u64,
+}
+
+/// Arguments of one launch; the header documents the fields and the address formula.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PagedCopyArgs {
+    /// Table of plane addresses, at the first layer moved.
+    pub planes: u64,
+    /// Slab, at the first layer and token of this launch.
+    pub slab: u64,
+    /// Slots in device memory, at the first token of this launch.
+    pub slots: u64,
+    /// Address of a [`PagedCopyError`], 0 for none.
+    pub error: u64,
+    /// Slots of the cache.
+    pub num_slots: u64,
+    /// 64-bit division by `block_size`; 0 where slots are evenly spaced.
+    pub block_magic: u64,
+    /// Tokens of a block.
+    pub block_size: u64,
+    /// Bytes from block to block.
+    pub block_stride: u64,
+    /// Bytes from token to token.
+    pub token_stride: u64,
+    /// Bytes from row to row of a token, paged side.
+    pub row_stride: u64,
+    /// Bytes from plane to plane in the slab.
+    pub slab_kv_stride: u64,
+    /// Bytes from layer to layer in the slab.
+    pub slab_layer_stride: u64,
+    /// Bytes from token to token in the slab.
+    pub slab_token_stride: u64,
+    /// Index of this launch's first token in the transfer.
+    pub first_token: u64,
+    /// Tokens of the transfer's earlier launches, just before `slots`.
+    pub earlier: u64,
+    /// Shift of the division by `block_size`.
+    pub block_shift: u32,
+    /// Accesses of this launch.
+    pub units: u32,
+    /// Accesses of one token in one plane.
+    pub token_units: u32,
+    /// Division by `token_units`.
+    pub token_magic: u32,
+    /// Division by `token_units`.
+    pub token_shift: u32,
+    /// Tokens of this launch.
+    pub tokens: u32,
+    /// Division by `tokens`.
+    pub tokens_magic: u32,
+    /// Division by `tokens`.
+    pub tokens_shift: u32,
+    /// Accesses of one row.
+    pub row_units: u32,
+    /// Division by `row_units`.
+    pub row_magic: u32,
+    /// Division by `row_units`.
+    pub row_shift: u32,
+    /// Layers moved.
+    pub layers: u32,
+    /// Layers of the table.
+    pub plane_pitch: u32,
+    /// Zero.
+    pub unused: u32,
+}
+
+/// The same with the slots by value.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagedCopyInlineArgs {
+    /// Everything else; its `slots` is not used.
+    pub copy: PagedCopyArgs,
+    /// One slot per token of the launch; the rest is not read.
+    pub slots: [i64; INLINE_SLOTS],
+}
+
+const _: () = {
+    assert!(size_of::<PagedCopyError>() == 32);
+    assert!(size_of::<PagedCopyArgs>() == 176);
+    assert!(size_of::<PagedCopyInlineArgs>() == 176 + 8 * INLINE_SLOTS);
+    assert!(size_of::<PagedCopyInlineArgs>() <= 4096);
+    assert!(offset_of!(PagedCopyError, token) == 8);
+    assert!(offset_of!(PagedCopyError, slot) == 16);
+    assert!(offset_of!(PagedCopyArgs, planes) == 0);
+    assert!(offset_of!(PagedCopyArgs, slab) == 8);
+    assert!(offset_of!(PagedCopyArgs, slots) == 16);
+    assert!(offset_of!(PagedCopyArgs, error) == 24);
+    assert!(offset_of!(PagedCopyArgs, num_slots) == 32);
+    assert!(offset_of!(PagedCopyArgs, block_magic) == 40);
+    assert!(offset_of!(PagedCopyArgs, block_size) == 48);
+    assert!(offset_of!(PagedCopyArgs, block_stride) == 56);
+    assert!(offset_of!(PagedCopyArgs, token_stride) == 64);
+    assert!(offset_of!(PagedCopyArgs, row_stride) == 72);
+    assert!(offset_of!(PagedCopyArgs, slab_kv_stride) == 80);
+    assert!(offset_of!(PagedCopyArgs, slab_layer_stride) == 88);
+    assert!(offset_of!(PagedCopyArgs, slab_token_stride) == 96);
+    assert!(offset_of!(PagedCopyArgs, first_token) == 104);
+    assert!(offset_of!(PagedCopyArgs, earlier) == 112);
+    assert!(offset_of!(PagedCopyArgs, block_shift) == 120);
+    assert!(offset_of!(PagedCopyArgs, units) == 124);
+    assert!(offset_of!(PagedCopyArgs, token_units) == 128);
+    assert!(offset_of!(PagedCopyArgs, token_magic) == 132);
+    assert!(offset_of!(PagedCopyArgs, token_shift) == 136);
+    assert!(offset_of!(PagedCopyArgs, tokens) == 140);
+    assert!(offset_of!(PagedCopyArgs, tokens_magic) == 144);
+    assert!(offset_of!(PagedCopyArgs, tokens_shift) == 148);
+    assert!(offset_of!(PagedCopyArgs, row_units) == 152);
+    assert!(offset_of!(PagedCopyArgs, row_magic) == 156);
+    assert!(offset_of!(PagedCopyArgs, row_shift) == 160);
+    assert!(offset_of!(PagedCopyArgs, layers) == 164);
+    assert!(offset_of!(PagedCopyArgs, plane_pitch) == 168);
+    assert!(offset_of!(PagedCopyInlineArgs, slots) == 176);
+};
+
+/// One compiled kernel: direction, access width, place of the slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Entry(u8);
+
+const NAMES: [&CStr; Entry::COUNT] = [
+    c"maru_gather_1_device",
+    c"maru_gather_1_inline",
+    c"maru_gather_2_device",
+    c"maru_gather_2_inline",
+    c"maru_gather_4_device",
+    c"maru_gather_4_inline",
+    c"maru_gather_8_device",
+    c"maru_gather_8_inline",
+    c"maru_gather_16_device",
+    c"maru_gather_16_inline",
+    c"maru_scatter_1_device",
+    c"maru_scatter_1_inline",
+    c"maru_scatter_2_device",
+    c"maru_scatter_2_inline",
+    c"maru_scatter_4_device",
+    c"maru_scatter_4_inline",
+    c"maru_scatter_8_device",
+    c"maru_scatter_8_inline",
+    c"maru_scatter_16_device",
+    c"maru_scatter_16_inline",
+];
+
+impl Entry {
+    /// Entry points of the image.
+    pub const COUNT: usize = 20;
+
+    /// The entry for a direction, an access width (a power of two, at most 16; anything else is taken as
+    /// the next lower one) and slots by value or in device memory.
+    pub fn new(direction: Direction, access_bytes: u64, inline: bool) -> Self {
+        let width = match access_bytes {
+            16.. => 4,
+            8.. => 3,
+            4.. => 2,
+            2.. => 1,
+            _ => 0,
+        };
+        let first = match direction {
+            Direction::Gather => 0,
+            Direction::Scatter => 10,
+        };
+        Entry(first + 2 * width + u8::from(inline))
+    }
+
+    /// The same kernel with its slots by value.
+    pub fn inline(self) -> Self {
+        Entry(self.0 | 1)
+    }
+
+    /// Every entry point.
+    pub fn all() -> impl Iterator<Item = Entry> {
+        (0..20).map(Entry)
+    }
+
+    /// Position in [`Entry::all`].
+    pub fn index(self) -> usize {
+        self.0.into()
+    }
+
+    /// Symbol in the image.
+    pub fn name(self) -> &'static CStr {
+        NAMES[self.index()]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entry_names_say_what_they_are() {
+        for (direction, word) in [(Direction::Gather, "gather"), (Direction::Scatter, "scatter")] {
+            for bytes in [1u64, 2, 4, 8, 16] {
+                for (inline, place) in [(false, "device"), (true, "inline")] {
+                    let name = Entry::new(direction, bytes, inline).name();
+                    assert_eq!(name.to_str().unwrap(), format!("maru_{word}_{bytes}_{place}"));
+                }
+            }
+        }
+        assert_eq!(Entry::all().count(), Entry::COUNT);
+        assert!(Entry::all().enumerate().all(|(i, e)| e.index() == i));
+    }
+}

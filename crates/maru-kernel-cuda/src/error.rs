@@ -1,0 +1,139 @@
+//! What can go wrong here.
+
+/// Errors of the native kernel.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// No NVIDIA driver library on this machine.
+    #[error("no NVIDIA driver: neither libcuda.so nor libcuda.so.1 can be loaded")]
+    NoDriver,
+    /// The driver library lacks a function this crate calls.
+    #[error("the NVIDIA driver is too old: its library has no {symbol}; driver 525 or later is needed")]
+    DriverTooOld {
+        /// The missing function.
+        symbol: &'static str,
+    },
+    /// The driver sees no GPU.
+    #[error("the NVIDIA driver reports no usable GPU ({reason})")]
+    NoDevice {
+        /// What the driver said.
+        reason: String,
+    },
+    /// A device number that does not exist.
+    #[error("device cuda:{device} does not exist; this machine has {count} (0 to {})", count.saturating_sub(1))]
+    DeviceOutOfRange {
+        /// The number asked for.
+        device: usize,
+        /// Devices there are.
+        count: usize,
+    },
+    /// A GPU older than the kernel's image.
+    #[error("device cuda:{device} has compute capability {major}.{minor}; the kernel needs 7.0 or later")]
+    DeviceTooOld {
+        /// The device.
+        device: usize,
+        /// Its compute capability.
+        major: i32,
+        /// Its compute capability.
+        minor: i32,
+    },
+    /// The driver cannot compile the portable image.
+    #[error(
+        "the driver does not know the image's PTX version {ptx_version} (driver supports CUDA {}.{}); \
+         driver 525 or later is needed", cuda_version / 1000, cuda_version % 1000 / 10
+    )]
+    UnsupportedPtx {
+        /// PTX version of the image.
+        ptx_version: &'static str,
+        /// CUDA version of the driver, as `1000 * major + 10 * minor`.
+        cuda_version: i32,
+    },
+    /// The image did not load for another reason.
+    #[error("the kernel's {image} did not load: {name} ({code})")]
+    ModuleLoad {
+        /// Which image.
+        image: &'static str,
+        /// The driver's name of the error.
+        name: String,
+        /// The driver's error code.
+        code: u32,
+    },
+    /// A driver call failed.
+    #[error("{op} failed: {name} ({code})")]
+    Driver {
+        /// The driver function.
+        op: &'static str,
+        /// The driver's name of the error.
+        name: String,
+        /// The driver's error code.
+        code: u32,
+    },
+    /// The kernel was asked to touch memory that the device cannot address.
+    #[error(
+        "the slab has no device address: its region is not registered with CUDA, so no kernel may touch it"
+    )]
+    SlabNotAddressable,
+    /// A token too large for one launch.
+    #[error(
+        "a token of {units} accesses in one plane is more than a launch can take ({limit} over all planes of a layer)"
+    )]
+    TokenTooLarge {
+        /// Accesses of a token in one plane.
+        units: u64,
+        /// What is allowed.
+        limit: u64,
+    },
+    /// A job of one cache with the plane table of another.
+    #[error("the plane table was made for another cache than the transfer")]
+    WrongPlanes,
+    /// A slot in device memory that is outside the cache.
+    #[error(
+        "slot {slot} of token {token} is outside the cache (-1 skips, else 0 to {}); the token was left out",
+        num_slots.saturating_sub(1)
+    )]
+    SlotOutOfRange {
+        /// Index of the token.
+        token: u64,
+        /// Its slot.
+        slot: i64,
+        /// Slots of the cache.
+        num_slots: u64,
+    },
+}
+
+/// Driver errors after which a context is of no more use.
+const FATAL: [u32; 11] = [
+    214, // ECC_UNCORRECTABLE
+    700, // ILLEGAL_ADDRESS
+    702, // LAUNCH_TIMEOUT
+    709, // CONTEXT_IS_DESTROYED
+    710, // ASSERT
+    714, // HARDWARE_STACK_ERROR
+    715, // ILLEGAL_INSTRUCTION
+    716, // MISALIGNED_ADDRESS
+    717, // INVALID_ADDRESS_SPACE
+    718, // INVALID_PC
+    719, // LAUNCH_FAILED
+];
+
+impl KernelError {
+    /// The stable snake_case kind that the command line and Python report.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            KernelError::NoDriver
+            | KernelError::DriverTooOld { .. }
+            | KernelError::NoDevice { .. }
+            | KernelError::DeviceTooOld { .. }
+            | KernelError::UnsupportedPtx { .. }
+            | KernelError::ModuleLoad { .. }
+            | KernelError::SlabNotAddressable => "not_available",
+            KernelError::Driver { code, .. } if FATAL.contains(code) => "context_lost",
+            KernelError::Driver { code: 2, .. } => "out_of_memory",
+            KernelError::Driver { .. } => "driver",
+            KernelError::SlotOutOfRange { .. } => "slot_out_of_range",
+            KernelError::DeviceOutOfRange { .. }
+            | KernelError::TokenTooLarge { .. }
+            | KernelError::WrongPlanes => "invalid_argument",
+        }
+    }
+}

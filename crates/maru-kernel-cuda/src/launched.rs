@@ -1,0 +1,110 @@
+//! What a launch returns: when it is done, and what the kernel had to say.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUstream};
+
+use crate::driver::{Current, check};
+use crate::kernel::Inner;
+use crate::tickets::{Ticket, is_complete};
+use crate::{KernelError, PlaneTable};
+
+/// A transfer on its way.
+///
+/// It keeps the kernel and the plane table alive. Dropping it neither waits nor cancels; slab, cache and
+/// device slots must stay until the transfer is over.
+#[derive(Debug)]
+pub struct Launched {
+    pub(crate) kernel: Arc<Inner>,
+    /// Held for its memory, which the launch reads.
+    pub(crate) _planes: PlaneTable,
+    pub(crate) state: State,
+    /// Slots of the cache, for the message.
+    pub(crate) num_slots: u64,
+}
+
+#[derive(Debug)]
+pub(crate) enum State {
+    /// There was nothing to do.
+    Empty,
+    /// Part of a graph: there is nothing to wait for here.
+    Captured,
+    /// Done when the ticket's event is; `reports` if the kernel checks the slots.
+    Queued { ticket: Ticket, reports: bool },
+}
+
+impl Launched {
+    /// Whether the launch became part of a CUDA graph. It then runs whenever the graph does, the caller keeps
+    /// every memory of it alive for as long, and the rest of this interface says "done". Bad slots are
+    /// reported by [`crate::PagedCopyKernel::take_captured_error`].
+    pub fn is_captured(&self) -> bool {
+        matches!(self.state, State::Captured)
+    }
+
+    /// Whether the transfer is over. Does not wait.
+    ///
+    /// # Errors
+    /// [`KernelError::Driver`] if the driver reports one, which may stem from other work of the context;
+    /// [`KernelError::SlotOutOfRange`] once it is over and a slot in device memory was bad.
+    pub fn is_complete(&self) -> Result<bool, KernelError> {
+        let State::Queued { ticket, .. } = &self.state else { return Ok(true) };
+        let _current = Current::enter(&self.kernel.context)?;
+        if !is_complete(ticket.event)? {
+            return Ok(false);
+        }
+        self.outcome().map(|()| true)
+    }
+
+    /// Waits until the transfer is over.
+    ///
+    /// # Errors
+    /// As [`Launched::is_complete`].
+    pub fn wait(&self) -> Result<(), KernelError> {
+        let State::Queued { ticket, .. } = &self.state else { return Ok(()) };
+        let _current = Current::enter(&self.kernel.context)?;
+        // SAFETY: the ticket is owned by this value.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(ticket.event) })?;
+        self.outcome()
+    }
+
+    /// Makes everything queued on `stream` from now on wait for the transfer. The host does not wait.
+    ///
+    /// # Errors
+    /// [`KernelError::Driver`].
+    ///
+    /// # Safety
+    /// `stream` is a live stream.
+    pub unsafe fn order_before(&self, stream: CUstream) -> Result<(), KernelError> {
+        let State::Queued { ticket, .. } = &self.state else { return Ok(()) };
+        let _current = Current::enter(&self.kernel.context)?;
+        // SAFETY: the ticket is owned by this value; the stream is the caller's promise.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, ticket.event, 0) })
+    }
+
+    /// What the kernel reported; to be asked when the transfer is over.
+    fn outcome(&self) -> Result<(), KernelError> {
+        match &self.state {
+            State::Queued { ticket, reports: true } => {
+                let record = ticket.record();
+                match record.raised {
+                    0 => Ok(()),
+                    _ => Err(KernelError::SlotOutOfRange {
+                        token: record.token,
+                        slot: record.slot,
+                        num_slots: self.num_slots,
+                    }),
+                }
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Launched {
+    fn drop(&mut self) {
+        if let State::Queued { ticket, .. } = &self.state {
+            // No driver call here: whether it is over is asked when the ticket is needed again.
+            self.kernel.tickets.give_back(*ticket, false);
+        }
+    }
+}

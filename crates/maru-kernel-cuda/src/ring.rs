@@ -1,0 +1,138 @@
+//! Slot lists too long for the kernel arguments: pinned staging and device buffers, used again once their
+//! launch is over.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{CudaContext, sys};
+
+use crate::KernelError;
+use crate::driver::{Current, DeviceBuffer, PinnedBuffer, check};
+use crate::tickets::is_complete;
+
+/// Buffers of the ring.
+const ENTRIES: usize = 8;
+
+/// Slots of a buffer (128 KiB).
+pub(crate) const CAPACITY: u32 = 16 * 1024;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Free,
+    /// Until the event completes.
+    InFlight,
+    /// A driver call failed while it was in use; nobody knows when it is free.
+    Lost,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Position of the oldest entry.
+    next: usize,
+    entries: [(sys::CUevent, Use); ENTRIES],
+}
+
+// SAFETY: event handles may be used from any thread.
+unsafe impl Send for State {}
+
+/// The ring of one kernel.
+#[derive(Debug)]
+pub(crate) struct SlotRing {
+    context: Arc<CudaContext>,
+    pinned: PinnedBuffer,
+    device: DeviceBuffer,
+    state: Mutex<State>,
+}
+
+impl SlotRing {
+    /// The context is current.
+    pub(crate) fn new(context: &Arc<CudaContext>) -> Result<Self, KernelError> {
+        let bytes = ENTRIES * CAPACITY as usize * size_of::<i64>();
+        let pinned = PinnedBuffer::new(context, bytes)?;
+        let device = DeviceBuffer::new(context, bytes)?;
+        let entries = [(std::ptr::null_mut(), Use::Free); ENTRIES];
+        let ring = SlotRing {
+            context: context.clone(),
+            pinned,
+            device,
+            state: Mutex::new(State { next: 0, entries }),
+        };
+        for i in 0..ENTRIES {
+            let mut event = std::ptr::null_mut();
+            let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+            // SAFETY: the out pointer is valid; the context is current.
+            check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
+            ring.state.lock().unwrap_or_else(PoisonError::into_inner).entries[i].0 = event;
+        }
+        Ok(ring)
+    }
+
+    /// Uploads `slots` (at most [`CAPACITY`]) on `stream` and calls `launch` with their device address. False
+    /// if every buffer is still in use: the caller then passes the slots by value, rather than wait.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the current context.
+    pub(crate) unsafe fn with_slots(
+        &self,
+        slots: &[i64],
+        stream: sys::CUstream,
+        launch: impl FnOnce(u64) -> Result<(), KernelError>,
+    ) -> Result<bool, KernelError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let index = state.next % ENTRIES;
+        let (event, used) = state.entries[index];
+        let free = match used {
+            Use::Free => true,
+            Use::InFlight => is_complete(event)?,
+            Use::Lost => false,
+        };
+        if used == Use::Lost {
+            state.next = (index + 1) % ENTRIES;
+        }
+        let bytes = size_of_val(slots);
+        if !free || bytes > CAPACITY as usize * size_of::<i64>() {
+            return Ok(false);
+        }
+        state.next = (index + 1) % ENTRIES;
+        state.entries[index].1 = Use::Lost;
+        let at = index * CAPACITY as usize * size_of::<i64>();
+        // SAFETY: the buffer has ENTRIES such pieces.
+        let staging = unsafe { self.pinned.host().add(at) };
+        let addr = self.device.addr() + at as u64;
+        // SAFETY: a piece holds CAPACITY slots, `slots` are no more, and no copy reads this piece: its event is
+        // complete.
+        unsafe { staging.copy_from_nonoverlapping(slots.as_ptr().cast(), bytes) };
+        // SAFETY: source and destination have that length and live as long as the ring, which outlives the
+        // launches (they keep the kernel alive); the stream is the caller's promise.
+        let copied = unsafe { sys::cuMemcpyHtoDAsync_v2(addr, staging.cast(), bytes, stream) };
+        let launched = check("cuMemcpyHtoDAsync", copied).and_then(|()| launch(addr));
+        // Also after a failure: the copy may be on its way.
+        // SAFETY: the ring owns the event; the stream is the caller's promise.
+        let recorded = check("cuEventRecord", unsafe { sys::cuEventRecord(event, stream) });
+        if recorded.is_ok() {
+            state.entries[index].1 = Use::InFlight;
+        }
+        launched.and(recorded).map(|()| true)
+    }
+}
+
+impl Drop for SlotRing {
+    fn drop(&mut self) {
+        let _current = match Current::enter(&self.context) {
+            Ok(current) => current,
+            Err(error) => {
+                tracing::error!(%error, "events of the slot ring leak");
+                return;
+            }
+        };
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for (event, _) in state.entries {
+            if event.is_null() {
+                continue;
+            }
+            // SAFETY: made by `new` and destroyed once.
+            if let Err(error) = check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(event) }) {
+                tracing::error!(%error, "an event of the slot ring leaks");
+            }
+        }
+    }
+}
