@@ -1,5 +1,7 @@
 //! Every address of every engine format against indexing written from the documented table.
 
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests")]
+
 mod common;
 
 use common::{address, assert_error};

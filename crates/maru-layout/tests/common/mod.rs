@@ -1,5 +1,5 @@
 //! What several test files need. Addresses are written here from the documentation, not from the code.
-#![allow(dead_code, reason = "each test file uses a part")]
+#![allow(dead_code, clippy::unwrap_used, reason = "test helpers; each test file uses a part")]
 
 use maru_layout::{CacheSpec, DType, LayoutError, PagedLayout, TensorDesc};
 
