@@ -259,26 +259,45 @@ fn check_slab(plan: &CopyPlan, span: SlabSpan, first_layer: u32) -> Result<SlabS
 /// Every slot in range; the moved tokens as runs.
 fn check_slots(slots: &[i64], skip: u64, num_slots: u64) -> Result<Vec<Run>, LayoutError> {
     let end = i64::try_from(num_slots).unwrap_or(i64::MAX);
-    if !slots.iter().fold(true, |ok, &s| ok & (s >= -1) & (s < end)) {
-        return Err(first_out_of_range(slots, end, num_slots));
+    let bad = || first_out_of_range(slots, end, num_slots);
+    let mut at = usize::try_from(skip).unwrap_or(usize::MAX).min(slots.len());
+    if slots[..at].iter().any(|&s| s < -1 || s >= end) {
+        return Err(bad());
     }
-    let skip = usize::try_from(skip).unwrap_or(usize::MAX).min(slots.len());
-    let mut runs: Vec<Run> = Vec::with_capacity((slots.len() - skip) / 8 + 1);
-    let mut next = -1i64;
-    for (token, &slot) in (skip as u64..).zip(&slots[skip..]) {
-        if slot == next && slot >= 0 {
-            if let Some(run) = runs.last_mut() {
-                run.len += 1;
-            }
-            next += 1;
-        } else if slot >= 0 {
-            runs.push(Run { token, slot: slot.unsigned_abs(), len: 1 });
-            next = slot + 1;
-        } else {
-            next = -1;
+    let mut runs: Vec<Run> = Vec::with_capacity((slots.len() - at) / 8 + 1);
+    while let Some(&slot) = slots.get(at) {
+        if slot == -1 {
+            at += 1;
+            continue;
         }
+        // A run's ends are in range exactly if all of it is.
+        let len = run_length(&slots[at..], slot);
+        let last = slots[at + len - 1];
+        if slot < 0 || last < slot || last >= end {
+            return Err(bad());
+        }
+        runs.push(Run { token: at as u64, slot: slot.unsigned_abs(), len: len as u64 });
+        at += len;
     }
     Ok(runs)
+}
+
+/// How many slots from the first on are consecutive; the first is `slot`.
+fn run_length(slots: &[i64], slot: i64) -> usize {
+    const STEP: usize = 8;
+    let mut len = 0;
+    let mut next = slot;
+    // Without a branch per slot, and in a form that compilers turn into vector code.
+    for step in slots.chunks_exact(STEP) {
+        let differ = step.iter().zip(0i64..).fold(0, |acc, (s, k)| acc | (s ^ next.wrapping_add(k)));
+        if differ != 0 {
+            break;
+        }
+        len += STEP;
+        next = next.wrapping_add(STEP as i64);
+    }
+    // A run that wraps past the largest slot is out of range before it wraps.
+    len + slots[len..].iter().zip(0i64..).take_while(|(s, k)| next.checked_add(*k) == Some(**s)).count()
 }
 
 fn first_out_of_range(slots: &[i64], end: i64, num_slots: u64) -> LayoutError {
