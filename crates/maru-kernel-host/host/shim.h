@@ -1,0 +1,64 @@
+// What the kernel's source needs of CUDA, for a host compiler: qualifiers, thread indices, vector words and
+// the handful of intrinsics it uses. Addresses are left alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+
+struct HostIndex {
+    unsigned int x, y, z;
+};
+extern thread_local HostIndex gridDim, blockDim, blockIdx, threadIdx;
+
+struct alignas(8) uint2 {
+    unsigned int x, y;
+};
+struct alignas(16) uint4 {
+    unsigned int x, y, z, w;
+};
+
+// Accesses that a device would refuse for their alignment, and accesses in all.
+extern thread_local unsigned long long host_misaligned, host_accesses;
+
+template <class Word>
+inline void host_count(const Word *at) {
+    host_accesses += 1;
+    host_misaligned += reinterpret_cast<std::uintptr_t>(at) % sizeof(Word) != 0;
+}
+
+template <class Word>
+inline Word __ldcs(const Word *at) {
+    host_count(at);
+    Word word;
+    std::memcpy(static_cast<void *>(&word), at, sizeof word);
+    return word;
+}
+
+template <class Word>
+inline void __stcs(Word *at, Word word) {
+    host_count(at);
+    std::memcpy(static_cast<void *>(at), &word, sizeof word);
+}
+
+template <class Word>
+inline Word __ldg(const Word *at) {
+    return *at;
+}
+
+inline unsigned int __umulhi(unsigned int a, unsigned int b) {
+    return static_cast<unsigned int>((static_cast<unsigned long long>(a) * b) >> 32);
+}
+
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    __extension__ typedef unsigned __int128 Wide;
+    return static_cast<unsigned long long>((static_cast<Wide>(a) * b) >> 64);
+}
+
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

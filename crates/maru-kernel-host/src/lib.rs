@@ -1,0 +1,135 @@
+//! Development only: the CUDA kernel's own source, compiled for the host and driven by the launch geometry
+//! that drives it on a device. A machine without a GPU tests the real address arithmetic this way.
+//!
+//! Only qualifiers, thread indices and intrinsics are replaced (`host/shim.h`). Threads run one after the
+//! other, in ascending or descending order.
+
+use maru_kernel_cuda::KernelError;
+use maru_kernel_cuda::abi::{PagedCopyArgs, PagedCopyError, PagedCopyInlineArgs};
+use maru_kernel_cuda::geometry::{Addresses, Launch, Launches, Limits, SlotSource};
+use maru_layout::{CopyJob, JobSlots};
+
+/// Why the kernel cannot be run here, if it cannot.
+pub const MISSING: Option<&str> = option_env!("MARU_NO_CXX");
+
+/// How to run a job.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Thread blocks and accesses of a launch.
+    pub limits: Limits,
+    /// Pass host slots as if they had been uploaded to device memory, in pieces of this many.
+    pub upload: Option<u32>,
+    /// Run the threads in descending order.
+    pub descending: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { limits: Limits::blocks(4), upload: None, descending: false }
+    }
+}
+
+/// What a run did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ran {
+    /// Launches.
+    pub launches: u64,
+    /// Accesses to cache and slab, reads and writes.
+    pub accesses: u64,
+    /// Accesses that a device would have refused for their alignment.
+    pub misaligned: u64,
+    /// What the kernel reported.
+    pub error: PagedCopyError,
+}
+
+/// Runs a job on memory of this process: the slab's device address, the planes and device slots are addresses
+/// of it.
+///
+/// # Errors
+/// As planning the launches.
+///
+/// # Safety
+/// Every byte that the job names is memory of this process, writable where it is written, and nobody else
+/// uses it meanwhile.
+pub unsafe fn run(job: &CopyJob, options: Options) -> Result<Ran, KernelError> {
+    let mut ran = Ran::default();
+    let bases = job.plan().bases();
+    let mut error = PagedCopyError::default();
+    let addresses = Addresses { planes: bases.as_ptr() as u64, error: std::ptr::from_mut(&mut error) as u64 };
+    let (host, source): (&[i64], _) = match job.slots() {
+        JobSlots::Device { addr, .. } => (&[], SlotSource::Device { addr: *addr }),
+        JobSlots::Host { slots, .. } => match options.upload {
+            Some(capacity) => (slots, SlotSource::Uploaded { capacity }),
+            None => (slots, SlotSource::Inline),
+        },
+        _ => (&[], SlotSource::Inline),
+    };
+    for mut launch in Launches::new(job, source, addresses, options.limits)? {
+        let first = usize::try_from(launch.first_token).unwrap_or(usize::MAX).min(host.len());
+        let end = first.saturating_add(launch.args.tokens as usize).min(host.len());
+        let slots = &host[first..end];
+        if source == SlotSource::Inline {
+            for (piece, slots) in launch.inline_pieces(slots) {
+                let mut args = PagedCopyInlineArgs { copy: piece.args, slots: [0; _] };
+                args.slots[..slots.len()].copy_from_slice(slots);
+                // SAFETY: the caller's promise; the entry takes these arguments.
+                unsafe { start(&piece, &args, options.descending, &mut ran) };
+            }
+        } else {
+            if let SlotSource::Uploaded { .. } = source {
+                launch.args.slots = slots.as_ptr() as u64;
+            }
+            let args: PagedCopyArgs = launch.args;
+            // SAFETY: as above.
+            unsafe { start(&launch, &args, options.descending, &mut ran) };
+        }
+    }
+    // The kernel wrote it through its address.
+    // SAFETY: a local variable.
+    ran.error = unsafe { std::ptr::from_ref(&error).read_volatile() };
+    Ok(ran)
+}
+
+/// # Safety
+/// `args` is what the entry takes, and all memory it names may be used.
+unsafe fn start<T>(launch: &Launch, args: &T, descending: bool, ran: &mut Ran) {
+    ran.launches += 1;
+    let args = std::ptr::from_ref(args).cast();
+    let entry = u32::try_from(launch.entry.index()).unwrap_or(u32::MAX);
+    let mut accesses = 0;
+    // SAFETY: the caller's promise; entry numbers come from `Entry`.
+    ran.misaligned +=
+        unsafe { host_launch(entry, launch.blocks, launch.threads, descending, args, &mut accesses) };
+    ran.accesses += accesses;
+}
+
+#[cfg(maru_cxx)]
+use compiled::maru_host_launch as host_launch;
+
+#[cfg(maru_cxx)]
+mod compiled {
+    unsafe extern "C" {
+        pub(crate) fn maru_host_launch(
+            entry: u32,
+            blocks: u32,
+            threads: u32,
+            descending: bool,
+            args: *const core::ffi::c_void,
+            accesses: *mut u64,
+        ) -> u64;
+    }
+}
+
+/// Stands in where there was no C++ compiler. Tests ask [`MISSING`] first; a caller that does not gets
+/// nothing moved and every comparison wrong, never a false success.
+#[cfg(not(maru_cxx))]
+unsafe fn host_launch(
+    _entry: u32,
+    _blocks: u32,
+    _threads: u32,
+    _descending: bool,
+    _args: *const core::ffi::c_void,
+    _accesses: &mut u64,
+) -> u64 {
+    u64::MAX
+}
