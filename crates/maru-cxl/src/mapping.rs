@@ -150,8 +150,9 @@ fn check_huge_pages(device: &DaxDevice) -> Result<(), CxlError> {
     if device.kind() != DeviceKind::Device || device.align() <= 4096 {
         return Ok(());
     }
+    const UNUSED: libc::c_ulong = 0;
     // SAFETY: PR_GET_THP_DISABLE reads a flag of this process; the unused arguments must be zero and are.
-    let disabled = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) };
+    let disabled = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, UNUSED, UNUSED, UNUSED, UNUSED) };
     if disabled > 0 {
         return Err(CxlError::HugePagesDisabled { path: device.path().to_owned(), align: device.align() });
     }

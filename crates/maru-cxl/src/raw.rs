@@ -39,13 +39,13 @@ pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 #[allow(clippy::cast_ptr_alignment, reason = "alignment is established by the head loop")]
 unsafe fn copy_volatile(src: *const u8, dst: *mut u8, len: usize) {
     let mut done = 0;
-    let alike = (src.addr() ^ dst.addr()) % 8 == 0;
+    let alike = (src.addr() ^ dst.addr()).is_multiple_of(8);
     let head = if alike { src.align_offset(8).min(len) } else { len };
     let byte = |at: usize| {
         // SAFETY: at < len, inside the source range.
-        let value = unsafe { src.add(at).read_volatile() };
+        let value = unsafe { src.wrapping_add(at).read_volatile() };
         // SAFETY: at < len, inside the destination range.
-        unsafe { dst.add(at).write_volatile(value) }
+        unsafe { dst.wrapping_add(at).write_volatile(value) }
     };
     while done < head {
         byte(done);
@@ -53,9 +53,9 @@ unsafe fn copy_volatile(src: *const u8, dst: *mut u8, len: usize) {
     }
     while len - done >= 8 {
         // SAFETY: eight bytes from `done` are inside the source, which is aligned there.
-        let value = unsafe { src.add(done).cast::<u64>().read_volatile() };
+        let value = unsafe { src.wrapping_add(done).cast::<u64>().read_volatile() };
         // SAFETY: eight bytes from `done` are inside the destination, which is aligned as the source is.
-        unsafe { dst.add(done).cast::<u64>().write_volatile(value) };
+        unsafe { dst.wrapping_add(done).cast::<u64>().write_volatile(value) };
         done += 8;
     }
     while done < len {
@@ -111,7 +111,7 @@ mod tests {
         for len in 0..40 {
             for (from, to) in [(0, 0), (1, 1), (3, 3), (1, 2), (0, 5)] {
                 for volatile in [false, true] {
-                    let mut dst = vec![0xee_u8; 64];
+                    let mut dst = [0xee_u8; 64];
                     let (s, d) = (src[from..].as_ptr(), dst[to..].as_mut_ptr());
                     if volatile {
                         // SAFETY: both vectors have 64 bytes, more than 5 + 40.

@@ -394,8 +394,8 @@ impl SlabPool {
         let writer = self.writer("withdraw keys")?;
         let mut state = writer.ledger.lock();
         let Some(entry) = self.shared.directory.find(key) else { return Ok(false) };
-        self.clear(entry.index);
         let gone = state.published.remove(&entry.slab);
+        self.clear(entry.index, state.published.is_empty());
         drop(state);
         // Dropping the lease may give the slab back, which takes the lock.
         if let Some((lease, _)) = gone {
@@ -522,21 +522,28 @@ impl SlabPool {
     }
 
     /// Ends an entry. If nothing follows it in its chain it becomes empty, and so do withdrawn ones before it:
-    /// searches stay short however often keys come and go. Under the ledger's lock.
-    fn clear(&self, index: u64) {
+    /// searches stay short however often keys come and go. `last`: nothing is published any more. Under the
+    /// ledger's lock.
+    fn clear(&self, index: u64, last: bool) {
         let directory = &self.shared.directory;
         let count = self.info().entry_count;
         let state_of = |index| directory.read(index).map(|(_, body)| body.state);
-        let body = |state| Body { state, key: [0; 32], slab: 0, len: 0, fingerprint: 0, checksum: None };
-        if state_of((index + 1) % count) != Some(EntryState::Empty) {
-            directory.write(index, &body(EntryState::Withdrawn));
-            return;
-        }
-        directory.write(index, &body(EntryState::Empty));
-        let mut at = (index + count - 1) % count;
-        while state_of(at) == Some(EntryState::Withdrawn) {
-            directory.write(at, &body(EntryState::Empty));
-            at = (at + count - 1) % count;
+        let end = |index, state| {
+            let body = Body { state, key: [0; 32], slab: 0, len: 0, fingerprint: 0, checksum: None };
+            directory.write(index, &body);
+        };
+        if state_of((index + 1) % count) == Some(EntryState::Empty) {
+            end(index, EntryState::Empty);
+            let mut at = (index + count - 1) % count;
+            while state_of(at) == Some(EntryState::Withdrawn) {
+                end(at, EntryState::Empty);
+                at = (at + count - 1) % count;
+            }
+        } else if last {
+            // A table without a single empty entry has no end to begin from.
+            (0..count).for_each(|index| end(index, EntryState::Empty));
+        } else {
+            end(index, EntryState::Withdrawn);
         }
     }
 }
