@@ -122,7 +122,8 @@ fn strides_alone_make_the_same_layout() {
 
 #[test]
 fn counts_and_strides_of_zero_are_refused() {
-    let spoil: [(&str, fn(&mut StridedSpec)); 10] = [
+    type Spoil = fn(&mut StridedSpec);
+    let spoil: [(&str, Spoil); 10] = [
         ("kv_planes", |s| s.kv_planes = 0),
         ("kv_planes", |s| s.kv_planes = 3),
         ("layers", |s| s.layers = 0),
@@ -279,14 +280,15 @@ fn padded_slabs_keep_their_strides() {
 
 #[test]
 fn fingerprints_are_pinned() {
-    // Keys of pools out there: these numbers may never change.
+    // Keys of pools out there: these numbers may never change. Computed from the documented byte string by
+    // another implementation of XXH3-64.
     let packed = |p, l, t, r, d| SlabLayout::packed(p, l, t, r, d).unwrap().fingerprint().to_string();
-    assert_eq!(packed(2, 32, 256, 1024, DType::Bf16), "GOLD0");
-    assert_eq!(packed(2, 64, 256, 1024, DType::Bf16), "GOLD1");
-    assert_eq!(packed(1, 61, 256, 576, DType::Bf16), "GOLD2");
-    assert_eq!(packed(2, 32, 256, 1024, DType::Fp8E4m3), "GOLD3");
+    assert_eq!(packed(2, 32, 256, 1024, DType::Bf16), "47fe9452de0fc1f7");
+    assert_eq!(packed(2, 64, 256, 1024, DType::Bf16), "9c290c8479d5cd33");
+    assert_eq!(packed(1, 61, 256, 576, DType::Bf16), "a5999b0478e933cb");
+    assert_eq!(packed(2, 32, 256, 1024, DType::Fp8E4m3), "17c78817ece1b258");
     let opaque = SlabLayout::packed(1, 7, 3, 500, DType::U8).unwrap();
-    assert_eq!(opaque.with_row_kind(RowKind::OpaqueBlocks).fingerprint().to_string(), "GOLD4");
+    assert_eq!(opaque.with_row_kind(RowKind::OpaqueBlocks).fingerprint().to_string(), "b4994d849af84984");
 }
 
 #[test]
