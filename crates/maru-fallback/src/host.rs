@@ -124,10 +124,8 @@ impl HostMover {
         };
         let per_thread = self.tuning.unit_bytes.max(1);
         let threads = size(bytes / per_thread).clamp(1, self.threads);
-        let units = match threads {
-            1 => work.units(1),
-            _ => work.units(size(bytes.div_ceil(per_thread))),
-        };
+        let wanted = if threads == 1 { 1 } else { size(bytes.div_ceil(per_thread)) };
+        let units = units(work.planes.len(), work.pieces.len(), wanted);
         let next = AtomicUsize::new(0);
         let help = || {
             while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -168,19 +166,19 @@ struct Unit {
     end: usize,
 }
 
-impl Work {
-    /// Everything, in about `wanted` units, at least one for each of the planes.
-    fn units(&self, wanted: usize) -> Vec<Unit> {
-        let parts = wanted.div_ceil(self.planes.len()).clamp(1, self.pieces.len());
-        let step = self.pieces.len().div_ceil(parts);
-        let starts = || (0..self.pieces.len()).step_by(step);
-        (0..self.planes.len())
-            .flat_map(|planes| {
-                starts().map(move |first| Unit { planes, first, end: (first + step).min(self.pieces.len()) })
-            })
-            .collect()
-    }
+/// Everything, in about `wanted` units, at least one for each of the planes; there is a piece.
+fn units(planes: usize, pieces: usize, wanted: usize) -> Vec<Unit> {
+    let parts = wanted.div_ceil(planes.max(1)).clamp(1, pieces);
+    let step = pieces.div_ceil(parts);
+    (0..planes)
+        .flat_map(|planes| {
+            let starts = (0..pieces).step_by(step);
+            starts.map(move |first| Unit { planes, first, end: (first + step).min(pieces) })
+        })
+        .collect()
+}
 
+impl Work {
     /// Moves a unit. No fence.
     ///
     /// # Safety
@@ -240,5 +238,27 @@ impl Work {
             Direction::Gather => size(planes.paged + piece.paged),
             Direction::Scatter => size(planes.slab + piece.slab),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::units;
+
+    #[test]
+    fn units_are_a_partition_of_the_work() {
+        for pieces in 1..9 {
+            for planes in 1..5 {
+                for wanted in [0, 1, 2, 3, 7, 100] {
+                    let mut seen = vec![0; planes * pieces];
+                    for unit in units(planes, pieces, wanted) {
+                        for at in unit.first..unit.end {
+                            seen[unit.planes * pieces + at] += 1;
+                        }
+                    }
+                    assert!(seen.iter().all(|n| *n == 1), "{planes} x {pieces} in {wanted}: {seen:?}");
+                }
+            }
+        }
     }
 }

@@ -171,3 +171,57 @@ fn prefetch(at: *const u8) {
     // SAFETY: a prefetch never faults and changes nothing but cache state; every x86-64 has it.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Dim, Nest};
+
+    fn dim(n: usize, dst: isize, src: isize) -> Dim {
+        Dim { n, dst, src }
+    }
+
+    /// All rows of a nest as (destination, source, bytes), byte by byte.
+    fn bytes(nest: &Nest) -> Vec<(usize, usize)> {
+        let mut all = Vec::new();
+        nest.each(
+            std::ptr::without_provenance_mut(1 << 20),
+            std::ptr::without_provenance(1 << 30),
+            |d, s| {
+                all.extend((0..nest.row).map(|i| (d.addr() + i, s.addr() + i)));
+            },
+        );
+        all.sort_unstable();
+        all
+    }
+
+    fn check(row: usize, dims: [Dim; 3], wanted: Nest) {
+        let folded = Nest::folded(row, dims);
+        assert_eq!(folded, wanted);
+        assert_eq!(bytes(&folded), bytes(&Nest { row, dims }));
+    }
+
+    #[test]
+    fn what_is_contiguous_on_both_sides_becomes_one_row() {
+        let dims = [dim(2, 4096, 8192), dim(16, 256, 256), dim(4, 64, 64)];
+        check(64, dims, Nest { row: 4096, dims: [Dim::ONCE, Dim::ONCE, dim(2, 4096, 8192)] });
+    }
+
+    #[test]
+    fn evenly_spaced_tokens_and_heads_become_one_loop() {
+        // Fused, heads inside tokens: 512 bytes a head here, 256 there.
+        let dims = [dim(16, 1024, 2048), dim(4, 256, 512), dim(2, 90_000, 256)];
+        check(256, dims, Nest { row: 256, dims: [Dim::ONCE, dim(64, 256, 512), dim(2, 90_000, 256)] });
+    }
+
+    #[test]
+    fn loops_that_run_once_vanish_and_the_others_stay() {
+        let dims = [dim(3, 1000, 77), dim(1, 5, 5), dim(2, 100, -300)];
+        check(8, dims, Nest { row: 8, dims: [Dim::ONCE, dim(3, 1000, 77), dim(2, 100, -300)] });
+    }
+
+    #[test]
+    fn heads_outside_tokens_stay_two_loops() {
+        let dims = [dim(4, 256, 4096), dim(16, 1024, 256), Dim::ONCE];
+        check(256, dims, Nest { row: 256, dims: [Dim::ONCE, dim(4, 256, 4096), dim(16, 1024, 256)] });
+    }
+}

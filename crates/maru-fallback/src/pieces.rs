@@ -135,3 +135,99 @@ pub(crate) fn size(n: u64) -> usize {
 fn distance(n: i64) -> isize {
     isize::try_from(n).unwrap_or(isize::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use maru_layout::{
+        CacheSpec, CopyPlan, DType, JobRequest, PagedLayout, SlabLayout, SlabSpan, SlotMapping, TensorDesc,
+    };
+
+    use super::*;
+
+    /// A job over 6 blocks of 4 tokens, 2 heads of 64 bytes, with the strides given (in bytes).
+    fn job(shape: &[i64], strides: &[i64], slots: &[i64], bases: &[u64]) -> CopyJob {
+        let tensor = TensorDesc::strided(shape, strides, DType::U8).unwrap();
+        let axes = Some(maru_layout::Axis::parse_list("block,token,head,dim").unwrap());
+        let spec = CacheSpec { axes, split_kv: true, ..CacheSpec::default() };
+        let layout = PagedLayout::detect(&tensor, &spec).unwrap();
+        let slab = SlabLayout::of_cache(&layout, 2, 1, 32).unwrap();
+        let plan = Arc::new(CopyPlan::new(&layout, &slab, bases).unwrap());
+        let request = JobRequest {
+            direction: Direction::Gather,
+            slab: SlabSpan { host: Some(1 << 40), device: None, len: slab.bytes() },
+            slots: SlotMapping::from_slots(slots),
+            skip_tokens: 0,
+            partial: true,
+            layers: None,
+        };
+        CopyJob::new(plan, request).unwrap()
+    }
+
+    fn cut_job(job: &CopyJob, limit: u64) -> Vec<(u64, u64, u64)> {
+        let maru_layout::JobSlots::Host { runs, .. } = job.slots() else { panic!("host slots") };
+        let pieces = cut(job.plan().geometry(), runs, limit);
+        pieces.into_iter().map(|p| (p.paged, p.slab, p.tokens)).collect()
+    }
+
+    const SLOTS: [i64; 9] = [2, 3, 4, 5, 6, -1, 7, 20, 21];
+    const FAR: [u64; 2] = [4096, 1 << 30];
+
+    #[test]
+    fn dense_blocks_are_not_cut_at_their_borders() {
+        let dense = job(&[6, 4, 2, 64], &[512, 128, 64, 1], &SLOTS, &FAR);
+        assert_eq!(
+            cut_job(&dense, 1 << 20),
+            [(2 * 128, 0, 5), (7 * 128, 6 * 128, 1), (20 * 128, 7 * 128, 2)]
+        );
+    }
+
+    #[test]
+    fn padded_blocks_are_cut_at_their_borders() {
+        let padded = job(&[6, 4, 2, 64], &[600, 128, 64, 1], &SLOTS, &FAR);
+        assert_eq!(
+            cut_job(&padded, 1 << 20),
+            [(2 * 128, 0, 2), (600, 2 * 128, 3), (600 + 3 * 128, 6 * 128, 1), (5 * 600, 7 * 128, 2)]
+        );
+    }
+
+    #[test]
+    fn no_piece_is_longer_than_asked() {
+        let dense = job(&[6, 4, 2, 64], &[512, 128, 64, 1], &(0..24).collect::<Vec<i64>>(), &FAR);
+        assert_eq!(cut_job(&dense, 1300), [(0, 0, 10), (1280, 1280, 10), (2560, 2560, 4)]);
+        // At least a token, however short the limit.
+        assert_eq!(cut_job(&dense, 1).len(), 24);
+    }
+
+    #[test]
+    fn near_planes_go_together_and_far_ones_apart() {
+        let shape = ([6, 4, 2, 64], [512, 128, 64, 1]);
+        let far = planes(&job(&shape.0, &shape.1, &SLOTS, &FAR), 1 << 40);
+        let strip = 32 * 128;
+        assert_eq!(far.len(), 2);
+        assert_eq!((far[1].paged, far[1].slab, far[1].kv), (1 << 30, (1 << 40) + strip, (1, 0, 0)));
+        let near = planes(&job(&shape.0, &shape.1, &SLOTS, &[8192, 4096]), 1 << 40);
+        assert_eq!(near.len(), 1);
+        // From V, the lower, to K.
+        assert_eq!((near[0].paged, near[0].slab), (4096, (1 << 40) + strip));
+        assert_eq!(near[0].kv, (2, 4096, -strip.cast_signed()));
+    }
+
+    #[test]
+    fn ways_read_in_address_order() {
+        // Heads outside tokens in the cache.
+        let job = job(&[6, 4, 2, 64], &[512, 64, 256, 1], &SLOTS, &FAR);
+        let planes = planes(&job, 1 << 40);
+        let g = job.plan().geometry();
+        let gather = planes[0].way(g, Direction::Gather, 4);
+        assert_eq!((gather.nest.dims[1].src, gather.nest.dims[2].src), (256, 64));
+        assert_eq!((gather.span, gather.bytes), (512, 512));
+        let scatter = planes[0].way(g, Direction::Scatter, 4);
+        assert_eq!((scatter.nest.dims[1].src, scatter.nest.dims[2].src), (128, 64));
+        assert_eq!((scatter.span, scatter.bytes), (512, 512));
+        // Half a block: a gather's source has holes.
+        let half = planes[0].way(g, Direction::Gather, 2);
+        assert_eq!((half.span, half.bytes), (384, 256));
+    }
+}

@@ -1,5 +1,10 @@
 //! Every layout, each kind of store, one and several threads: equal to the oracle, nothing else touched.
-#![allow(missing_docs)]
+#![allow(
+    missing_docs,
+    clippy::cast_possible_truncation,
+    clippy::unwrap_used,
+    reason = "a test, of small numbers"
+)]
 
 mod common;
 

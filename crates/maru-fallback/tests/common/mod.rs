@@ -1,5 +1,5 @@
 //! A cache and slabs in one test's memory, moved by the mover and by the oracle, compared byte by byte.
-#![allow(dead_code, reason = "each test binary uses its part")]
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
 use std::sync::Arc;
 
