@@ -1,4 +1,30 @@
 //! The transfer engine: one trait, the movers behind it, and their configuration.
+//!
+//! Register the engine's KV tensors once ([`PagedCache`], [`TransferEngine::register`]); then each
+//! [`TransferRequest`] is resolved into a bounds-checked job and put to the cache's mover.
 
+pub mod backend;
+mod cache;
 pub mod config;
+mod engine;
+mod error;
+mod key;
+mod place;
+mod pools;
 pub mod profile;
+mod registered;
+mod request;
+mod stream;
+mod transfer;
+
+pub use backend::{Backend, Capabilities, Prepared, TransferBackend};
+pub use cache::{CacheTensor, PagedCache, Tensors};
+pub use engine::TransferEngine;
+pub use error::TransferError;
+pub use key::{ChunkKey, ChunkKeys};
+pub use place::Place;
+pub use pools::checksum;
+pub use registered::RegisteredCache;
+pub use request::TransferRequest;
+pub use stream::Stream;
+pub use transfer::{Completion, Pending, Transfer};

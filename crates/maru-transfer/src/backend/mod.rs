@@ -1,0 +1,140 @@
+//! One trait, the movers behind it, and the enum that picks one at run time.
+//!
+//! Trait, enum and implementations live in one crate because `enum_dispatch` generates nothing across
+//! crates; each implementation is a line that forwards to its mover's inherent method of another name.
+
+mod host;
+mod native;
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use enum_dispatch::enum_dispatch;
+use maru_layout::CopyJob;
+
+use crate::{Completion, PagedCache, Stream, TransferError};
+
+pub use host::HostBackend;
+pub use native::NativeBackend;
+
+/// What a mover can take, so that callers ask instead of trying.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Capabilities {
+    /// Slabs in memory that is not registered with the device.
+    pub unregistered_slab: bool,
+    /// Slot lists in device memory.
+    pub device_slots: bool,
+    /// `enqueue` returns before the bytes are moved.
+    pub asynchronous: bool,
+}
+
+impl Capabilities {
+    /// Nothing but the minimum: host-resident slots, synchronous.
+    pub const fn new() -> Self {
+        Capabilities { unregistered_slab: false, device_slots: false, asynchronous: false }
+    }
+
+    /// With or without unregistered slabs.
+    #[must_use]
+    pub const fn with_unregistered_slab(mut self, can: bool) -> Self {
+        self.unregistered_slab = can;
+        self
+    }
+
+    /// With or without device-resident slots.
+    #[must_use]
+    pub const fn with_device_slots(mut self, can: bool) -> Self {
+        self.device_slots = can;
+        self
+    }
+
+    /// Asynchronous or not.
+    #[must_use]
+    pub const fn with_asynchronous(mut self, is: bool) -> Self {
+        self.asynchronous = is;
+        self
+    }
+}
+
+/// What a mover made of a cache when it was registered; handed back to it with every job of that cache.
+pub type Prepared = Option<Arc<dyn Any + Send + Sync>>;
+
+/// A mover: puts the bytes of a [`CopyJob`] where they belong.
+#[enum_dispatch]
+pub trait TransferBackend: Send + Sync + fmt::Debug {
+    /// `native`, `fallback`, or the name of a mover of your own.
+    fn name(&self) -> &'static str;
+
+    /// How it moves this job: `direct`, `staged`, `copy_engine`, `host`, …
+    fn strategy(&self, job: &CopyJob) -> &'static str;
+
+    /// What it can take.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Called once when a cache is registered; a mover prepares its tables here, or refuses the cache.
+    ///
+    /// # Errors
+    /// Why it cannot move this cache.
+    fn prepare(&self, cache: &PagedCache) -> Result<Prepared, TransferError>;
+
+    /// Moves the job's bytes, ordered on `stream`. `prepared` is what [`TransferBackend::prepare`] returned for
+    /// the job's cache.
+    ///
+    /// If it fails half-way it returns only when nothing is in flight any more.
+    ///
+    /// # Errors
+    /// What went wrong; slots of a device-resident list are reported by the [`Completion`].
+    ///
+    /// # Safety
+    /// The memory that the job addresses is valid, as [`PagedCache::new`] demands of the cache and as a live
+    /// slab guarantees, until the completion is done.
+    unsafe fn enqueue(
+        &self,
+        prepared: &Prepared,
+        job: &CopyJob,
+        stream: Stream,
+    ) -> Result<Completion, TransferError>;
+}
+
+/// The movers this crate knows, and one that is yours.
+#[enum_dispatch(TransferBackend)]
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Backend {
+    /// The maru-native kernel.
+    Native(NativeBackend),
+    /// Host memory, in Rust.
+    Host(HostBackend),
+    /// A mover of the user's own.
+    Other(Box<dyn TransferBackend>),
+}
+
+impl TransferBackend for Box<dyn TransferBackend> {
+    fn name(&self) -> &'static str {
+        (**self).name()
+    }
+
+    fn strategy(&self, job: &CopyJob) -> &'static str {
+        (**self).strategy(job)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        (**self).capabilities()
+    }
+
+    fn prepare(&self, cache: &PagedCache) -> Result<Prepared, TransferError> {
+        (**self).prepare(cache)
+    }
+
+    unsafe fn enqueue(
+        &self,
+        prepared: &Prepared,
+        job: &CopyJob,
+        stream: Stream,
+    ) -> Result<Completion, TransferError> {
+        // SAFETY: the caller's promise is passed on unchanged.
+        unsafe { (**self).enqueue(prepared, job, stream) }
+    }
+}

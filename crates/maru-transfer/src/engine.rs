@@ -1,0 +1,255 @@
+//! The engine: one configuration, one place, the movers that serve it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use maru_cxl::Slab;
+use maru_layout::CopyJob;
+
+use crate::backend::{Backend, HostBackend, NativeBackend, TransferBackend};
+use crate::config::{BackendChoice, Config, DeviceChoice};
+use crate::registered::Mover;
+use crate::{
+    Completion, PagedCache, Pending, Place, RegisteredCache, Stream, Transfer, TransferError, TransferRequest,
+};
+
+/// Moves slabs of registered caches. Cheap to clone; belongs to one device.
+#[derive(Clone, Debug)]
+pub struct TransferEngine(Arc<Engine>);
+
+#[derive(Debug)]
+struct Engine {
+    id: u64,
+    config: Config,
+    place: Place,
+    mover: Arc<Backend>,
+    second: Option<Arc<Backend>>,
+}
+
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+
+impl TransferEngine {
+    /// Opens the device and the movers the configuration asks for. Pools are opened apart, see
+    /// [`crate::pool`].
+    ///
+    /// # Errors
+    /// [`TransferError::Config`] for contradictions, [`TransferError::NotAvailable`] when what was asked for
+    /// by name cannot run; only `auto` degrades, and logs the reason.
+    pub fn open(config: &Config) -> Result<Self, TransferError> {
+        let config = config.clone().checked()?;
+        config.log_warnings();
+        let (place, mover, second) = choose(&config)?;
+        Ok(Self::assemble(config, place, mover, second))
+    }
+
+    /// An engine around a mover of your own, for caches in `place`.
+    ///
+    /// # Errors
+    /// [`TransferError::Config`] for contradictions.
+    pub fn with_backend(
+        config: &Config,
+        place: Place,
+        backend: Box<dyn TransferBackend>,
+    ) -> Result<Self, TransferError> {
+        let config = config.clone().checked()?;
+        config.log_warnings();
+        Ok(Self::assemble(config, place, Backend::Other(backend), None))
+    }
+
+    fn assemble(config: Config, place: Place, mover: Backend, second: Option<Backend>) -> Self {
+        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        let (mover, second) = (Arc::new(mover), second.map(Arc::new));
+        TransferEngine(Arc::new(Engine { id, config, place, mover, second }))
+    }
+
+    /// The configuration in force.
+    pub fn config(&self) -> &Config {
+        &self.0.config
+    }
+
+    /// The memory it serves.
+    pub fn place(&self) -> Place {
+        self.0.place
+    }
+
+    /// The mover that registered caches get.
+    pub fn backend(&self) -> &'static str {
+        self.0.mover.name()
+    }
+
+    /// Chooses the mover of a cache and prepares its plan for slabs of `kv_chunk_tokens` tokens.
+    ///
+    /// # Errors
+    /// [`TransferError::WrongPlace`] for a cache in other memory, and what the mover refuses.
+    pub fn register(&self, cache: PagedCache) -> Result<RegisteredCache, TransferError> {
+        if cache.place() != self.0.place {
+            return Err(TransferError::WrongPlace { found: cache.place(), expected: self.0.place });
+        }
+        let mover = Mover::of(&self.0.mover, &cache)?;
+        let second = self.0.second.as_ref().map(|second| Mover::of(second, &cache)).transpose()?;
+        tracing::info!(
+            backend = self.0.mover.name(),
+            place = %self.0.place,
+            layers = cache.layers(),
+            planes = cache.planes(),
+            slots = cache.num_slots(),
+            "registered a paged cache"
+        );
+        RegisteredCache::new(cache, self.0.id, mover, second, self.0.config.transfer.kv_chunk_tokens.into())
+    }
+
+    /// Moves one slab. Host transfers are done when this returns; device transfers are queued.
+    ///
+    /// # Errors
+    /// As [`TransferRequest::resolve`], with nothing changed; and what the mover reports, with nothing in
+    /// flight.
+    pub fn submit(&self, request: &TransferRequest) -> Result<Transfer, TransferError> {
+        self.submit_many(std::slice::from_ref(request))
+    }
+
+    /// Moves any number of slabs of one cache with one mover. Every request is checked before the first is
+    /// begun.
+    ///
+    /// # Errors
+    /// As [`TransferEngine::submit`]; [`TransferError::MixedBatch`] for slabs of several caches.
+    pub fn submit_many(&self, requests: &[TransferRequest]) -> Result<Transfer, TransferError> {
+        let Some(first) = requests.first() else {
+            return Ok(Transfer::new(Completion::Done, Vec::new(), self.backend(), "none", 0));
+        };
+        let cache = first.cache();
+        if cache.engine() != self.0.id {
+            return Err(TransferError::ForeignCache);
+        }
+        if let Some(index) = requests.iter().position(|r| !r.cache().is(cache)) {
+            return Err(TransferError::MixedBatch { index });
+        }
+        let jobs: Vec<CopyJob> = requests.iter().map(TransferRequest::resolve).collect::<Result<_, _>>()?;
+        let mover = pick(cache, &jobs)?;
+        let slabs: Vec<Slab> = requests.iter().map(|r| r.slab().clone()).collect();
+        let bytes = jobs.iter().map(CopyJob::bytes).sum();
+        let strategy = jobs.first().map_or("none", |job| mover.backend.strategy(job));
+        let completion = run(mover, requests, &jobs)?;
+        Ok(Transfer::new(completion, slabs, mover.backend.name(), strategy, bytes))
+    }
+}
+
+/// The cache's mover, or its second one for slabs the first cannot take.
+fn pick<'a>(cache: &'a RegisteredCache, jobs: &[CopyJob]) -> Result<&'a Mover, TransferError> {
+    let mover = cache.mover();
+    let unregistered = jobs.iter().any(|j| j.slab().device.is_none());
+    if !unregistered || mover.backend.capabilities().unregistered_slab {
+        return Ok(mover);
+    }
+    match cache.second() {
+        Some(second) => {
+            if cache.first_warning() {
+                let backend = second.backend.name();
+                tracing::warn!(
+                    backend,
+                    "slabs whose memory is not registered with the device take another mover"
+                );
+            }
+            Ok(second)
+        }
+        None => Err(TransferError::not_available(
+            format!("the {} backend for this slab", mover.backend.name()),
+            "its memory is not registered with the device",
+        )),
+    }
+}
+
+fn run(mover: &Mover, requests: &[TransferRequest], jobs: &[CopyJob]) -> Result<Completion, TransferError> {
+    let mut pending: Vec<Box<dyn Pending>> = Vec::new();
+    let mut captured = false;
+    for (request, job) in requests.iter().zip(jobs) {
+        if job.is_empty() {
+            continue;
+        }
+        // SAFETY: the cache's memory is valid by the promise made to `PagedCache::new`; the slab's by the
+        // clone of it that the returned `Transfer` holds.
+        let outcome = unsafe { mover.backend.enqueue(&mover.prepared, job, request.stream()) };
+        match outcome {
+            Ok(Completion::Done) => {}
+            Ok(Completion::Captured) => captured = true,
+            Ok(Completion::Pending(p)) => pending.push(p),
+            Err(e) => {
+                for mut p in pending {
+                    if let Err(other) = p.wait() {
+                        tracing::error!(error = %other, "an earlier slab of a failed batch had failed too");
+                    }
+                }
+                return Err(e);
+            }
+        }
+    }
+    Ok(match (pending.len(), captured) {
+        (0, false) => Completion::Done,
+        (0, true) => Completion::Captured,
+        (1, _) => pending.pop().map_or(Completion::Done, Completion::Pending),
+        _ => Completion::Pending(Box::new(All(pending))),
+    })
+}
+
+/// Several things in flight as one.
+#[derive(Debug)]
+struct All(Vec<Box<dyn Pending>>);
+
+impl Pending for All {
+    fn is_done(&mut self) -> Result<bool, TransferError> {
+        for p in &mut self.0 {
+            if !p.is_done()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn wait(&mut self) -> Result<(), TransferError> {
+        // All are waited for before the first error is returned, so that the memory is free again.
+        let mut first = Ok(());
+        for p in &mut self.0 {
+            let outcome = p.wait();
+            if first.is_ok() {
+                first = outcome;
+            }
+        }
+        first
+    }
+
+    fn order_before(&mut self, stream: Stream) -> Result<(), TransferError> {
+        self.0.iter_mut().try_for_each(|p| p.order_before(stream))
+    }
+}
+
+/// Place and movers for a configuration.
+fn choose(config: &Config) -> Result<(Place, Backend, Option<Backend>), TransferError> {
+    let t = &config.transfer;
+    let host = || -> Result<(Place, Backend, Option<Backend>), TransferError> {
+        let threads = usize::try_from(t.host_threads).unwrap_or(usize::MAX);
+        Ok((Place::Host, Backend::Host(HostBackend::new(threads)?), None))
+    };
+    match (t.device, t.backend) {
+        (DeviceChoice::Host, BackendChoice::Native) => Err(TransferError::not_available(
+            "the native backend",
+            "it moves GPU memory, and device = \"host\"; use backend = \"auto\" or a cuda device",
+        )),
+        (DeviceChoice::Host, _) => host(),
+        (DeviceChoice::Auto, BackendChoice::Fallback) => host(),
+        (DeviceChoice::Auto, backend) => match (NativeBackend::open(0, t.sm_budget), backend) {
+            (Ok(native), _) => Ok((Place::Cuda(0), Backend::Native(native), None)),
+            (Err(e), BackendChoice::Native) => Err(e),
+            (Err(e), _) => {
+                tracing::info!(reason = %e, "serving host memory with the fallback");
+                host()
+            }
+        },
+        (DeviceChoice::Cuda(n), BackendChoice::Fallback) => Err(TransferError::not_available(
+            format!("the fallback on cuda:{n}"),
+            "it moves host memory only in this version",
+        )),
+        (DeviceChoice::Cuda(n), _) => {
+            let native = NativeBackend::open(n, t.sm_budget)?;
+            Ok((Place::Cuda(n), Backend::Native(native), None))
+        }
+    }
+}
