@@ -113,9 +113,9 @@ impl PagedLayout {
             Some(size) if survivors.iter().any(|s| s.block_size() == size) => {
                 survivors.retain(|s| s.block_size() == size);
             }
-            // Fused tensors come with heads before tokens, and with kernel blocks: that reading is not
-            // believed unless named, but it must not be overlooked either.
-            Some(_) if !exact && !survivors.is_empty() && tensor.rank() == 4 => {
+            // Heads may come before tokens in kernel blocks, too (rank 5 is token-major by rule): that reading
+            // is not believed unless named, but it must not be overlooked either.
+            Some(_) if !exact && !survivors.is_empty() && tensor.rank() != 5 => {
                 let others = all.iter().filter_map(|axes| read(axes, KernelBlocks::AnyOrder).ok());
                 let new: Vec<_> = others.filter(|o| !survivors.contains(o)).collect();
                 survivors.extend(new);
