@@ -24,7 +24,7 @@ fn share(path: &std::path::Path) -> Result<(), Box<dyn std::error::Error>> {
     let mut key = keys();
     for chunk in prompt.chunks(256) {
         let slab = writer.alloc()?.ok_or("the pool is full")?;
-        slab.write_at(0, &vec![chunk[0].to_le_bytes()[1]; 64])?; // a gather would fill it
+        slab.write_at(0, &[chunk[0].to_le_bytes()[1]; 64])?; // a gather would fill it
         let sum = checksum(slab.slab())?;
         writer.publish(&slab, &key.chunk(chunk).0, geometry.bytes(), geometry.fingerprint().0, Some(sum))?;
     }

@@ -3,6 +3,7 @@
 //! A trial moves random bytes several ways (whole slab, some slots −1, a skipped prefix, fewer tokens than the
 //! slab holds), compares the *whole* memory of both sides with the oracle's, so that a byte written anywhere
 //! else shows, and asserts which backend and strategy did it. Backends that cannot run here show as ignored.
+#![allow(clippy::cast_possible_truncation, reason = "test sizes are small")]
 
 mod layouts;
 mod memory;

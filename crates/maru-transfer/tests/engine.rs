@@ -1,4 +1,5 @@
 //! The engine through its public API: registration, checks, a mover of the user's own.
+#![allow(clippy::cast_possible_truncation, reason = "test sizes are small")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
