@@ -77,9 +77,24 @@ impl PagedCopyKernel {
     /// [`KernelError`] with the reason: device too old, PTX version not known to the driver, image refused,
     /// out of memory.
     pub fn load(context: Arc<CudaContext>) -> Result<Self, KernelError> {
+        Self::load_first(context, Image::embedded())
+    }
+
+    /// Loads one certain image, to compare them.
+    ///
+    /// # Errors
+    /// As [`PagedCopyKernel::load`], and [`KernelError::ModuleLoad`] for an image this binary does not hold.
+    pub fn load_image(context: Arc<CudaContext>, image: Image) -> Result<Self, KernelError> {
+        Self::load_first(context, Image::embedded().filter(|held| *held == image))
+    }
+
+    fn load_first(
+        context: Arc<CudaContext>,
+        images: impl Iterator<Item = Image>,
+    ) -> Result<Self, KernelError> {
         crate::device::check_capability(context.ordinal(), context.cu_device())?;
         let _current = Current::enter(&context)?;
-        let (module, image) = load_module()?;
+        let (module, image) = load_module(images)?;
         let loaded = Module(module);
         let mut functions = [std::ptr::null_mut(); Entry::COUNT];
         for entry in Entry::all() {
@@ -339,10 +354,10 @@ unsafe fn is_capturing(stream: CUstream) -> Result<bool, KernelError> {
     Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
-/// The first embedded image the driver takes; the error of the last.
-fn load_module() -> Result<(sys::CUmodule, Image), KernelError> {
+/// The first image the driver takes; the error of the last.
+fn load_module(images: impl Iterator<Item = Image>) -> Result<(sys::CUmodule, Image), KernelError> {
     let mut last = None;
-    for image in Image::embedded() {
+    for image in images {
         let mut module = std::ptr::null_mut();
         // SAFETY: the image is a fat binary or zero-terminated PTX; the out pointer is valid.
         let result = unsafe { sys::cuModuleLoadData(&mut module, image.bytes().as_ptr().cast()) };

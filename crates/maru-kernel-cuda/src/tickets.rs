@@ -12,7 +12,7 @@ use crate::driver::{Current, PinnedBuffer, check};
 
 /// Tickets made at once. The first batch is made when the kernel is loaded; more only if more launches are
 /// in flight than ever before.
-const BATCH: usize = 64;
+const BATCH: usize = 256;
 
 /// An event and an error record.
 #[derive(Clone, Copy, Debug)]
