@@ -79,8 +79,8 @@ pub(crate) struct P2pArgs {
     #[arg(long, value_name = "NAME", default_value = "llama-3.1-8b")]
     pub(crate) profile: String,
     /// Length of the prompt in tokens; a last chunk that is not full is moved as a shorter slab.
-    #[arg(long, value_name = "N", default_value_t = 1024, allow_negative_numbers = true,
-          value_parser = clap::value_parser!(u64).range(1..=MOST_TOKENS))]
+    #[arg(long, value_name = "N", default_value_t = 1024, allow_hyphen_values = true,
+          value_parser = |text: &str| within(text, 1, MOST_TOKENS))]
     pub(crate) tokens: u64,
     /// What the prompt says; equal texts of equal length are the same prompt [default: a new one each run, or
     /// with a single role always the same].
@@ -105,13 +105,19 @@ pub(crate) struct P2pArgs {
     #[arg(long)]
     pub(crate) corrupt: bool,
     /// Give up when nothing happens for that long.
-    #[arg(long, value_name = "SECS", default_value_t = 30, allow_negative_numbers = true,
-          value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    #[arg(long, value_name = "SECS", default_value_t = 30, allow_hyphen_values = true,
+          value_parser = |text: &str| within(text, 1, 86_400))]
     pub(crate) timeout: u64,
-    /// Rest that long before each chunk is stored: gives tests time to interfere.
+    /// Rest that long before each chunk is stored or loaded: gives tests time to interfere.
     #[arg(long, value_name = "MS", default_value_t = 0, hide = true,
-          value_parser = clap::value_parser!(u64).range(0..=600_000))]
+          value_parser = |text: &str| within(text, 0, 600_000))]
     pub(crate) test_pause: u64,
+}
+
+/// A whole number in a range.
+fn within(text: &str, least: u64, most: u64) -> Result<u64, String> {
+    let wanted = || format!("a whole number from {least} to {most} is needed");
+    text.trim().parse().ok().filter(|n| (least..=most).contains(n)).ok_or_else(wanted)
 }
 
 /// Longest prompt; its token ids are kept in memory.
@@ -169,7 +175,7 @@ pub(crate) enum ConfigCommand {
 /// What the arguments came to.
 pub(crate) enum Parsed {
     /// Work to do.
-    Command(Command),
+    Command(Box<Command>),
     /// Help or version was printed; exit with this.
     Text(u8),
 }
@@ -183,7 +189,7 @@ pub(crate) fn wants_json(arguments: &[OsString]) -> bool {
 /// Parses. Help and version are printed here, as is the parser's advice to a human.
 pub(crate) fn parse(arguments: &[OsString], json: bool) -> Result<Parsed, CliError> {
     let error = match Cli::try_parse_from(arguments) {
-        Ok(cli) => return Ok(Parsed::Command(cli.command)),
+        Ok(cli) => return Ok(Parsed::Command(Box::new(cli.command))),
         Err(error) => error,
     };
     let asked_for = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
@@ -192,7 +198,11 @@ pub(crate) fn parse(arguments: &[OsString], json: bool) -> Result<Parsed, CliErr
         let _ = error.print();
         return Ok(Parsed::Text(if asked_for { 0 } else { 2 }));
     }
-    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+    let missing = matches!(
+        error.kind(),
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand
+    );
+    if missing {
         return Err(CliError::invalid("a command is missing; see maru --help"));
     }
     Err(CliError::invalid(first_paragraph(&error.to_string())))
@@ -236,7 +246,10 @@ mod tests {
             panic!("must be refused");
         };
         let message = error.to_string();
-        assert!(message.contains("--shpe") && !message.contains("Usage") && !message.contains('\n'), "{message}");
+        assert!(
+            message.contains("--shpe") && !message.contains("Usage") && !message.contains('\n'),
+            "{message}"
+        );
     }
 
     proptest! {

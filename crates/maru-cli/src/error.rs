@@ -68,8 +68,18 @@ pub(crate) enum CliError {
 }
 
 /// Kinds that are about the work and not about what was asked for.
-const WORK_FAILED: &[&str] =
-    &["io", "no_space", "memory_fault", "registration", "cuda", "busy", "mover", "timeout", "mismatch", "process"];
+const WORK_FAILED: &[&str] = &[
+    "io",
+    "no_space",
+    "memory_fault",
+    "registration",
+    "cuda",
+    "busy",
+    "mover",
+    "timeout",
+    "mismatch",
+    "process",
+];
 
 impl CliError {
     pub(crate) fn invalid(message: impl Into<String>) -> Self {

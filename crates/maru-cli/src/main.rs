@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().collect();
     let output = Output::new(args::wants_json(&arguments));
     match args::parse(&arguments, output.json()) {
-        Ok(Parsed::Command(command)) => output.finish(run(command, &output)),
+        Ok(Parsed::Command(command)) => output.finish(run(*command, &output)),
         Ok(Parsed::Text(code)) => ExitCode::from(code),
         Err(error) => output.finish(Err(error)),
     }
@@ -35,6 +35,6 @@ fn run(command: Command, output: &Output) -> Result<Outcome, CliError> {
         Command::P2p(args) => p2p::run(&args, output),
         Command::Layout(args) => layout::run(&args),
         Command::Config(args) => config::run(&args),
-        Command::P2pChild => p2p::run_child(),
+        Command::P2pChild => Err(p2p::run_child()),
     }
 }

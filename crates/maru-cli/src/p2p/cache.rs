@@ -91,7 +91,12 @@ impl Cache {
     }
 
     /// Slab → paged cache; `stored_as` is the fingerprint that the slab was published with.
-    pub(crate) fn load(&mut self, slots: SlotMapping, slab: &Slab, stored_as: u64) -> Result<Moved, CliError> {
+    pub(crate) fn load(
+        &mut self,
+        slots: SlotMapping,
+        slab: &Slab,
+        stored_as: u64,
+    ) -> Result<Moved, CliError> {
         let tokens = slots.len();
         let request = TransferRequest::scatter(&self.registered, slots, slab).slab_tokens(tokens);
         self.submit(&request.stored_as(maru::layout::Fingerprint(stored_as)))

@@ -7,25 +7,27 @@ use std::sync::mpsc::{Receiver, channel};
 use maru::cxl::DaxDevice;
 
 use crate::error::CliError;
-use crate::output::Outcome;
 use crate::p2p::consumer;
 use crate::p2p::job::{Job, Role};
 use crate::p2p::pool;
 use crate::p2p::producer::Producer;
 use crate::p2p::protocol::{Event, Order, Reporter, send};
 
-/// Plays the side that the first line of stdin says. The outcome is empty: the events were the answer.
-pub(crate) fn run() -> Result<Outcome, CliError> {
-    let stdin = std::io::stdin();
-    let job = first_order(&stdin)?;
-    let outcome = play(&job);
-    if let Err(error) = &outcome {
-        let (kind, message) = (error.kind().to_owned(), error.to_string());
-        send(&Event::Failed { kind, message, code: error.exit_code() })?;
-        // The parent says the rest; what is not told twice needs no second exit code either.
-        std::process::exit(error.exit_code().into());
+/// Plays the side that the first line of stdin says and ends the process; what it came to is said in events.
+/// Returns only when there is nobody to say it to.
+pub(crate) fn run() -> CliError {
+    let job = match first_order(&std::io::stdin()) {
+        Ok(job) => job,
+        Err(error) => return error,
+    };
+    let Err(error) = play(&job) else {
+        std::process::exit(0);
+    };
+    let (kind, message, code) = (error.kind().to_owned(), error.to_string(), error.exit_code());
+    match send(&Event::Failed { kind, message, code }) {
+        Ok(()) => std::process::exit(code.into()),
+        Err(_) => error,
     }
-    std::process::exit(0);
 }
 
 fn first_order(stdin: &Stdin) -> Result<Job, CliError> {

@@ -46,6 +46,7 @@ pub(crate) fn run(job: &Job, reporter: &Arc<Reporter>) -> Result<Loaded, CliErro
     let mut tally = Tally::default();
     for (i, (chunk, published)) in plan.chunks.iter().zip(&found).enumerate() {
         reporter.progress(Phase::Loading, i as u64, chunks);
+        std::thread::sleep(Duration::from_millis(job.pause_ms));
         check_sum(&plan, i, published)?;
         let begun = Instant::now();
         let moved = cache.load(chunk.slots.clone(), published.slab(), published.fingerprint())?;
@@ -95,14 +96,15 @@ fn find(
     job: &Job,
     plan: &Plan,
     keys: &[ChunkKey],
-    reporter: &Reporter,
+    reporter: &Arc<Reporter>,
 ) -> Result<Vec<Published>, CliError> {
     let mut most = 0;
     let mut since = Instant::now();
     let mut pause = Duration::from_millis(5);
     loop {
         // The pool is opened anew each time: whoever makes it may replace it.
-        let outcome = pool::open_for_reading(job, &plan.config, false).and_then(|pool| lookup(&pool, keys));
+        let outcome =
+            pool::open_for_reading(job, &plan.config, false, |_, _| {}).and_then(|pool| lookup(&pool, keys));
         let waited = since.elapsed() >= job.timeout() || !job.wait;
         match outcome {
             Ok(found) if found.len() == keys.len() => break,
@@ -126,7 +128,9 @@ fn find(
         pause = (pause * 2).min(Duration::from_millis(200));
     }
     // Once more with every page present, so that the transfers are timed and not the page faults.
-    let pool = pool::open_for_reading(job, &plan.config, plan.config.cxl.prefault)?;
+    let mapping = Arc::clone(reporter);
+    let mapped = move |done, total| mapping.progress(Phase::Mapping, done, total);
+    let pool = pool::open_for_reading(job, &plan.config, plan.config.cxl.prefault, mapped)?;
     lookup(&pool, keys)
 }
 

@@ -112,7 +112,9 @@ fn setup(args: &P2pArgs) -> Result<Setup, CliError> {
     };
     let single = args.role != RoleArg::Both;
     if single && pool.is_none() {
-        return Err(CliError::invalid("a single --role needs --pool PATH (or a pool in --config): the other side must find it"));
+        return Err(CliError::invalid(
+            "a single --role needs --pool PATH (or a pool in --config): the other side must find it",
+        ));
     }
     let fits = match args.role {
         RoleArg::Both => true,
@@ -128,7 +130,9 @@ fn setup(args: &P2pArgs) -> Result<Setup, CliError> {
         (Some(text), _) => text.clone(),
         (None, true) => FIXED_PROMPT.to_owned(),
         // A prompt of this run alone: chunks that an earlier run left behind can never be taken for its own.
-        (None, false) => format!("{FIXED_PROMPT} {:016x}{:016x}", content::random_seed(), content::random_seed()),
+        (None, false) => {
+            format!("{FIXED_PROMPT} {:016x}{:016x}", content::random_seed(), content::random_seed())
+        }
     };
     Ok(Setup { config, pool, offset, size, prompt })
 }
@@ -166,16 +170,7 @@ fn consumer_job(args: &P2pArgs, producer: &Job, wait: bool) -> Job {
         true => format!("{} (another one)", producer.prompt),
         false => producer.prompt.clone(),
     };
-    Job {
-        role: Role::Consumer,
-        prompt,
-        wait,
-        fresh: false,
-        force: false,
-        corrupt: false,
-        pause_ms: 0,
-        ..producer.clone()
-    }
+    Job { role: Role::Consumer, prompt, wait, fresh: false, force: false, corrupt: false, ..producer.clone() }
 }
 
 /// The pool's file or device, opened or made; the file made by this run, if one was.

@@ -165,7 +165,8 @@ impl Side {
         command.arg("p2p-child").stdin(Stdio::piped()).stdout(Stdio::piped());
         // A Ctrl-C at the terminal reaches the parent alone, which then ends both in order.
         command.process_group(0);
-        let mut child = command.spawn().map_err(|e| CliError::io(format!("starting the {}", name_of(role)), e))?;
+        let mut child =
+            command.spawn().map_err(|e| CliError::io(format!("starting the {}", name_of(role)), e))?;
         let (orders, events) = (child.stdin.take(), child.stdout.take());
         let mut side = Side { role, child, orders };
         let events = events.ok_or_else(|| CliError::Process("the child has no stdout".to_owned()))?;

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use maru::Config;
 use maru::cxl::{
-    Coherence, CreateOptions, CxlError, DaxDevice, MapOptions, Mapping, OpenOptions, PoolOptions, Region, SlabPool,
-    Uuid,
+    Coherence, CreateOptions, CxlError, DaxDevice, MapOptions, Mapping, OpenOptions, PoolOptions, Region,
+    SlabPool, Uuid,
 };
 use maru::transfer::config::CoherenceKind;
 
@@ -40,17 +40,23 @@ pub(crate) fn remove(device: &DaxDevice) {
 
 /// Makes a file of this run's own: in /dev/shm (which CUDA can register), else in $TMPDIR.
 pub(crate) fn own_file(len: u64) -> Result<(DaxDevice, PathBuf), CliError> {
+    own_file_in(Path::new("/dev/shm"), &std::env::temp_dir(), len)
+}
+
+fn own_file_in(first: &Path, second: &Path, len: u64) -> Result<(DaxDevice, PathBuf), CliError> {
     let name = format!("maru-p2p-{}-{}.pool", std::process::id(), Uuid::random()?);
-    let shared = Path::new("/dev/shm").join(&name);
+    let shared = first.join(&name);
     match DaxDevice::create_file(&shared, len, CreateOptions::default()) {
         Ok(device) => Ok((device, shared)),
         Err(in_memory) => {
-            let path = std::env::temp_dir().join(&name);
-            tracing::warn!(error = %in_memory, instead = %path.display(), "no room in /dev/shm");
+            let path = second.join(&name);
+            tracing::warn!(error = %in_memory, instead = %path.display(), "the pool's file goes elsewhere");
             match DaxDevice::create_file(&path, len, CreateOptions::default()) {
                 Ok(device) => Ok((device, path)),
                 // Of two shortages the one of the place that was meant is the better message.
-                Err(error) => Err(if matches!(in_memory, CxlError::NoSpace { .. }) { in_memory } else { error }.into()),
+                Err(error) => {
+                    Err(if matches!(in_memory, CxlError::NoSpace { .. }) { in_memory } else { error }.into())
+                }
             }
         }
     }
@@ -60,7 +66,7 @@ pub(crate) fn own_file(len: u64) -> Result<(DaxDevice, PathBuf), CliError> {
 pub(crate) fn named_file(path: &Path, offset: u64, len: u64) -> Result<(DaxDevice, bool), CliError> {
     match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            let bytes = offset.checked_add(len).unwrap_or(u64::MAX);
+            let bytes = offset.saturating_add(len);
             Ok((DaxDevice::create_file(path, bytes, CreateOptions::default())?, true))
         }
         // Whatever else is wrong with it, opening says so.
@@ -107,9 +113,14 @@ pub(crate) fn open_for_writing(
 }
 
 /// Maps the pool for the consumer, which cannot change it.
-pub(crate) fn open_for_reading(job: &Job, config: &Config, prefault: bool) -> Result<SlabPool, CliError> {
+pub(crate) fn open_for_reading(
+    job: &Job,
+    config: &Config,
+    prefault: bool,
+    progress: impl Fn(u64, u64) + Send + Sync + 'static,
+) -> Result<SlabPool, CliError> {
     let device = DaxDevice::open(&job.pool)?;
-    let region = map(&device, job, config, true, prefault, |_, _| {})?;
+    let region = map(&device, job, config, true, prefault, progress)?;
     let open = OpenOptions { writable: false, force: false, coherence: coherence(config) };
     Ok(SlabPool::open(region, open)?)
 }
@@ -137,5 +148,57 @@ fn coherence(config: &Config) -> Coherence {
     match config.cxl.coherence {
         CoherenceKind::Flush => Coherence::Flush,
         _ => Coherence::None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt as _;
+
+    #[test]
+    fn an_own_file_is_private_and_goes_with_its_guard() {
+        let dir = tempfile::tempdir().unwrap();
+        let (device, path) = own_file_in(dir.path(), Path::new("/nowhere"), 8192).unwrap();
+        let metadata = path.metadata().unwrap();
+        assert_eq!((metadata.len(), metadata.permissions().mode() & 0o777), (8192, 0o600));
+        drop(OwnFile::from(device));
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_file_that_is_kept_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let (device, path) = own_file_in(dir.path(), Path::new("/nowhere"), 8192).unwrap();
+        OwnFile::from(device).keep();
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn the_second_place_is_used_when_the_first_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let (_, path) = own_file_in(Path::new("/nowhere"), dir.path(), 4096).unwrap();
+        assert!(path.starts_with(dir.path()));
+    }
+
+    #[test]
+    fn a_shortage_names_wanted_and_free_bytes() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = own_file_in(dir.path(), dir.path(), 1 << 60).unwrap_err();
+        assert_eq!((error.kind(), error.exit_code()), ("no_space", 1));
+        assert!(error.to_string().contains("1152921504606846976 bytes are wanted"), "{error}");
+        assert_eq!(dir.path().read_dir().unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_file_of_another_owner_is_not_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pool");
+        let (device, made) = named_file(&path, 0, 4096).unwrap();
+        assert!(made);
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "somebody else's").unwrap();
+        drop(OwnFile::from(device));
+        assert!(path.exists());
     }
 }

@@ -60,7 +60,11 @@ impl Report<'_> {
             "{}, {} tokens{}",
             self.job.profile,
             self.job.tokens,
-            self.transfers().map_or(String::new(), |t| format!(", {} ({} bytes)", human_bytes(t.bytes), t.bytes))
+            self.transfers().map_or(String::new(), |t| format!(
+                ", {} ({} bytes)",
+                human_bytes(t.bytes),
+                t.bytes
+            ))
         ))];
         let mut fact = |name: &str, value: String| lines.push(Line::plain(format!("  {name:<9} {value}")));
         fact("pool", self.job.pool.display().to_string());
@@ -75,7 +79,9 @@ impl Report<'_> {
         }
         match &self.loaded {
             Some(loaded) => lines.extend(verdicts(loaded)),
-            None => lines.extend(self.stored.as_ref().map(|s| Line::Verdict(format!("Stored: {} chunk(s)", s.chunks), true))),
+            None => lines.extend(
+                self.stored.as_ref().map(|s| Line::Verdict(format!("Stored: {} chunk(s)", s.chunks), true)),
+            ),
         }
         lines
     }

@@ -54,7 +54,8 @@ impl Shape {
             CacheLayout::Fused => (head_bytes, 2 * token_bytes, 2 * head_bytes),
         };
         let block_bytes = planes * plane_bytes;
-        let too_large = || CliError::invalid(format!("a cache of {tokens} tokens of this profile is too large"));
+        let too_large =
+            || CliError::invalid(format!("a cache of {tokens} tokens of this profile is too large"));
         let layer_stride = num_blocks
             .checked_mul(block_bytes)
             .and_then(|bytes| bytes.checked_next_multiple_of(PAGE))
@@ -166,7 +167,8 @@ mod tests {
 
     #[test]
     fn mla_has_one_plane_whatever_the_layout() {
-        let text = "name='s'\nmodel='m'\nlayers=2\nkv_heads=1\nhead_size=9\nmla=true\ndtype='bf16'\nblock_size=4";
+        let text =
+            "name='s'\nmodel='m'\nlayers=2\nkv_heads=1\nhead_size=9\nmla=true\ndtype='bf16'\nblock_size=4";
         for layout in [CacheLayout::Nhd, CacheLayout::Fused] {
             let shape = Shape::new(&profile(text), 5, layout).unwrap();
             assert_eq!((shape.planes, shape.block_bytes), (1, 4 * 18));
