@@ -3,11 +3,14 @@
 //! A format's name spells the order of its tensor's axes, and so does its row here; strides and plane bases
 //! follow from the order alone.
 
+mod table;
+
 use std::fmt;
 
-use crate::Axis::{self, Block, Content, Dim, Head, Kv, Layer, Token};
+use crate::Axis::{self, Block, Content, Head, Kv, Layer, Token};
 use crate::{DType, LayoutError, PagedLayout, RowKind, StridedSpec};
 use EnginePointers::{LayerMajor, One, PerLayer, PlaneMajor};
+use table::{Row, Shape, TABLE, Width};
 
 /// Most layers of a cache given by pointers; no model comes near.
 const MAX_LAYERS: u64 = 1 << 20;
@@ -35,80 +38,27 @@ pub enum EngineOp {
     Block,
 }
 
-/// What a format's last axis holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Width {
-    /// `head_size` elements.
-    Head,
-    /// K and V of a head, kept together.
-    TwoHeads,
-    /// Opaque content of a stated width.
-    Stated,
-}
-
-/// How a format's tensors lie in memory, outermost axis first.
-#[derive(Debug)]
-struct Shape {
-    pointers: EnginePointers,
-    order: &'static [Axis],
-    width: Width,
-}
-
-#[derive(Debug)]
-struct Row {
-    number: i64,
-    name: &'static str,
-    /// How token operations read it, or why it is refused.
-    shape: Result<Shape, &'static str>,
-    /// How block operations read it, where that differs.
-    block_shape: Option<Shape>,
-}
-
-const fn shape(pointers: EnginePointers, order: &'static [Axis]) -> Shape {
-    Shape { pointers, order, width: Width::Head }
-}
-
-const fn row(number: i64, name: &'static str, pointers: EnginePointers, order: &'static [Axis]) -> Row {
-    Row { number, name, shape: Ok(shape(pointers, order)), block_shape: None }
-}
-
-const fn packed(number: i64, name: &'static str, order: &'static [Axis], width: Width) -> Row {
-    let shape = Shape { pointers: EnginePointers::PerLayer, order, width };
-    Row { number, name, shape: Ok(shape), block_shape: None }
-}
-
-const fn refused(number: i64, name: &'static str, reason: &'static str) -> Row {
-    Row { number, name, shape: Err(reason), block_shape: None }
-}
-
-static TABLE: [Row; 19] = [
-    Row {
-        number: 0,
-        name: "NB_NL_TWO_BS_NH_HS",
-        shape: Ok(shape(PerLayer, &[Kv, Block, Token, Head, Dim])),
-        block_shape: Some(shape(One, &[Block, Layer, Kv, Token, Head, Dim])),
-    },
-    row(1, "NL_X_TWO_NB_BS_NH_HS", PerLayer, &[Kv, Block, Token, Head, Dim]),
-    row(2, "NL_X_NB_TWO_BS_NH_HS", PerLayer, &[Block, Kv, Token, Head, Dim]),
-    row(3, "NL_X_NB_BS_HS", PerLayer, &[Block, Token, Dim]),
-    row(4, "TWO_X_NL_X_NBBS_NH_HS", PlaneMajor, &[Block, Token, Head, Dim]),
-    row(5, "NL_X_NBBS_ONE_HS", PerLayer, &[Block, Token, Dim]),
-    row(6, "NL_X_TWO_NB_NH_BS_HS", PerLayer, &[Kv, Block, Head, Token, Dim]),
-    row(7, "NL_X_NB_TWO_NH_BS_HS", PerLayer, &[Block, Kv, Head, Token, Dim]),
-    row(8, "NB_NL_TWO_NH_BS_HS", One, &[Block, Layer, Kv, Head, Token, Dim]),
-    row(9, "TWO_X_NL_X_NB_BS_NH_HS", PlaneMajor, &[Block, Token, Head, Dim]),
-    packed(10, "NL_X_NB_NH_BS_TWO_HS", &[Block, Head, Token, Content], Width::TwoHeads),
-    packed(11, "NL_X_NB_BS_NH_TWO_HS", &[Block, Token, Head, Content], Width::TwoHeads),
-    packed(12, "NL_X_NB_NH_BS_CS", &[Block, Head, Token, Content], Width::Stated),
-    packed(13, "NL_X_NB_BS_NH_CS", &[Block, Token, Head, Content], Width::Stated),
-    refused(14, "NL_X_NB_BSV_BSS", "a token's values and scales are apart from each other inside a page"),
-    refused(15, "NL_X_TWO_NB_NH_ONE_BS_HS", "its rows have an axis that no slab has"),
-    row(16, "NL_X_TWO_X_NB_BS_NH_HS", LayerMajor, &[Block, Token, Head, Dim]),
-    refused(17, "NL_X_NP_X_NB_BS_ONE_HS", "its planes have different widths; register each as its own cache"),
-    refused(18, "NL_X_NB_BS_NH_HS", "whether its heads are of K, V or both is not in the format"),
-];
-
 /// A format of the old callers that this library moves.
+///
+/// ```
+/// use maru_layout::{DType, EngineFormat, EngineGeometry, EngineOp};
+///
+/// let geometry = EngineGeometry {
+///     num_blocks: 100,
+///     block_size: 16,
+///     num_heads: 8,
+///     head_size: 128,
+///     layers: 2,
+///     dtype: DType::Bf16,
+///     block_stride_elems: 0,
+///     content_width: None,
+/// };
+/// let planes = EngineFormat::from_number(2)?.planes_of(EngineOp::Token, &geometry)?;
+/// // One pointer a layer; V of a block lies behind its K.
+/// let bases = planes.bases(&[0x1000_0000, 0x2000_0000])?;
+/// assert_eq!(bases, [0x1000_0000, 0x2000_0000, 0x1000_8000, 0x2000_8000]);
+/// # Ok::<(), maru_layout::LayoutError>(())
+/// ```
 #[derive(Clone, Copy)]
 pub struct EngineFormat {
     row: &'static Row,

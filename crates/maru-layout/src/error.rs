@@ -150,7 +150,7 @@ pub enum LayoutError {
         layers: u64,
     },
     /// A slot outside the cache.
-    #[error("slot {slot} of token {token} is outside the cache (-1 skips, else 0 to {})", num_slots - 1)]
+    #[error("slot {slot} of token {token} is outside the cache (-1 skips, else 0 to {})", num_slots.saturating_sub(1))]
     SlotOutOfRange {
         /// Index of the token.
         token: u64,

@@ -9,7 +9,8 @@ use crate::{Axis, DType, LayoutError};
 pub enum RowKind {
     /// Heads of K or V elements, or a latent row.
     Plain,
-    /// Opaque bytes per head and token (packed scales, K and V of unequal width), one plane.
+    /// Opaque bytes per head and token (packed scales, K and V of unequal width); one plane unless the caller
+    /// names a `kv` axis.
     OpaqueRows,
     /// Whole blocks of opaque bytes; a "slot" is a block.
     OpaqueBlocks,
