@@ -2,7 +2,7 @@
 //!
 //! Without one every case shows as ignored; `MARU_REQUIRE_DAX=1` makes that a failure. `MARU_DAX_THROWAWAY=1`
 //! (a virtual machine) adds the cases that unbind the device or mount file systems. With `MARU_DAX_PEER=0` and `=1`
-//! two machines over one memory run the "two hosts" case instead.
+//! two machines over one memory run the "two hosts" case instead. `MARU_DAX_PLANT_FAILURE=1` adds a case that fails.
 
 #![allow(clippy::unwrap_used, reason = "a test program, where a failure is a panic")]
 
@@ -69,6 +69,10 @@ fn main() -> ExitCode {
             Ok(())
         });
         trials.push(trial.with_ignored_flag(!available));
+    }
+    if set("MARU_DAX_PLANT_FAILURE") {
+        // Shows that a failing case fails whatever runs these.
+        trials.push(Trial::test("planted::this_case_fails", || Err("planted".into())));
     }
     libtest_mimic::run(&args, trials).exit_code()
 }

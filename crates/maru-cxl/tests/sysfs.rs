@@ -206,8 +206,8 @@ fn disabled_huge_pages_are_refused_where_they_would_be_a_signal() {
     if std::env::var_os(CHILD).is_none() {
         let me = std::env::current_exe().unwrap();
         let name = "disabled_huge_pages_are_refused_where_they_would_be_a_signal";
-        let status = std::process::Command::new(me).args(["--exact", name]).env(CHILD, "1").status().unwrap();
-        assert!(status.success());
+        let child = std::process::Command::new(me).args(["--exact", name]).env(CHILD, "1").output().unwrap();
+        assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
         return;
     }
     let (set, unused): (libc::c_ulong, libc::c_ulong) = (1, 0);

@@ -223,6 +223,8 @@ pub(crate) fn child() -> Option<ExitCode> {
             // Dies with the lock held and a slab allocated.
             std::process::abort();
         }
+        // As on fresh memory, for whoever uses the device next.
+        "blank" => wipe(&device),
         other => panic!("unknown role {other}"),
     }
     Some(ExitCode::SUCCESS)
