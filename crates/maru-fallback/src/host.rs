@@ -17,7 +17,7 @@ const MAX_THREADS: usize = 1024;
 const AUTO_THREADS: usize = 8;
 
 /// How far ahead of what is read is prefetched, in bytes read.
-const AHEAD: usize = 2048;
+const AHEAD: usize = 8192;
 
 /// What decides how a job is carried out. Every value moves the same bytes.
 #[doc(hidden)]

@@ -4,6 +4,11 @@
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 use crate::store::{LINE, Lines};
 
+/// Bytes of a row from which streaming pays although its ends share lines with other rows. Ordinary and
+/// streaming stores to one line in turn cost more than either.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+const WORTH: usize = 1024;
+
 /// A loop: how often, and how far each side advances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Dim {
@@ -111,6 +116,16 @@ pub(crate) unsafe fn streaming<L: Lines>(nest: &Nest, dst: *mut u8, src: *const 
         nest.each(dst, src, |dst, src| {
             // SAFETY: the caller vouches for each row; it was just shown to consist of aligned lines.
             unsafe { lines::<L>(dst, src, nest.row, ahead) }
+        });
+        return;
+    }
+    if nest.row < WORTH {
+        nest.each(dst, src, |dst, src| {
+            for line in (0..nest.row).step_by(LINE) {
+                prefetch(src.wrapping_add(line).wrapping_offset(ahead.at(src)));
+            }
+            // SAFETY: the caller vouches for each row of the nest, and that the sides do not overlap.
+            unsafe { core::ptr::copy_nonoverlapping(src, dst, nest.row) }
         });
         return;
     }
