@@ -145,6 +145,17 @@ impl CopyJob {
         })
     }
 
+    /// The same tokens on another plan over the same planes, with another slab at its first layer moved.
+    pub(crate) fn on_plan(
+        &self,
+        plan: Arc<CopyPlan>,
+        slab: SlabSpan,
+        first_layer: u32,
+        layer_count: u32,
+    ) -> Self {
+        CopyJob { plan, slab, first_layer, layer_count, ..self.clone() }
+    }
+
     /// Store or load.
     pub fn direction(&self) -> Direction {
         self.direction

@@ -139,6 +139,23 @@ impl CopyPlan {
         Ok(CopyPlan { geometry, bases, plane_bytes: paged.plane_bytes(), slab: slab.clone() })
     }
 
+    /// All planes as the layers of one plane kind, of a packed slab. The caller sees to it that the slab is
+    /// packed.
+    pub(crate) fn flattened(&self) -> Self {
+        let mut flat = self.clone();
+        let planes = self.geometry.kv_planes * self.geometry.layers;
+        let strip = self.slab.row_bytes() * self.slab.tokens();
+        flat.geometry.kv_planes = 1;
+        flat.geometry.layers = planes;
+        flat.geometry.slab_kv_stride = 0;
+        flat.geometry.slab_layer_stride = if planes == 1 { 0 } else { strip };
+        flat.slab.planes = 1;
+        flat.slab.layers = planes;
+        flat.slab.kv_stride = 0;
+        flat.slab.layer_stride = flat.geometry.slab_layer_stride;
+        flat
+    }
+
     /// The numbers.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry

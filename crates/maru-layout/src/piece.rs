@@ -1,0 +1,118 @@
+//! Cutting a job into pieces that pass through a staging buffer.
+//!
+//! In a packed slab the planes (all K, then all V) follow each other without gaps, so any run of planes is one
+//! strip of bytes and, to a mover, a cache of one plane kind with that many layers.
+
+use std::sync::Arc;
+
+use crate::{CopyJob, CopyPlan, JobSlots, SlabSpan};
+
+/// A run of planes of a job: what moves through a staging buffer at once.
+///
+/// In the slab its bytes are `height` spans of `width` bytes, `pitch` apart, the first `offset` bytes behind
+/// the job's slab address ([`CopyJob::slab`]). A staging buffer holds them at the same pitch from `lead` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// First span in the slab, from the job's slab address on.
+    pub offset: i64,
+    /// First span in the staging buffer: tokens before it are not moved.
+    pub lead: u64,
+    /// Bytes of a span.
+    pub width: u64,
+    /// Spans: planes of the piece.
+    pub height: u64,
+    /// Bytes from span to span, on both sides.
+    pub pitch: u64,
+    first_plane: u32,
+}
+
+impl Piece {
+    /// Whether its spans lie side by side, so that a plain copy will do.
+    pub fn is_contiguous(&self) -> bool {
+        self.height == 1 || self.width == self.pitch
+    }
+
+    /// Bytes moved.
+    pub fn bytes(&self) -> u64 {
+        self.width * self.height
+    }
+}
+
+/// The pieces of one job.
+#[derive(Clone, Debug)]
+pub struct Pieces {
+    job: CopyJob,
+    /// The same planes as layers of one plane kind.
+    flat: Arc<CopyPlan>,
+    list: Vec<Piece>,
+}
+
+impl CopyJob {
+    /// Cuts the job into pieces of at most `most` bytes of staging buffer, in the slab's order. `None` where
+    /// that cannot be: the slab is not packed, a plane is larger than the buffer, or a store leaves tokens out
+    /// (the buffer's bytes would be written over them).
+    pub fn pieces(&self, most: u64) -> Option<Pieces> {
+        let g = self.plan().geometry();
+        let slab = self.plan().slab();
+        let (row, tokens, layers) = (slab.row_bytes(), slab.tokens(), slab.layers());
+        let strip = row.checked_mul(tokens)?;
+        let used = |count: u64, stride: u64, packed: u64| count == 1 || stride == packed;
+        let [kv_stride, layer_stride, token_stride] = slab.strides();
+        let packed = used(slab.planes(), kv_stride, strip.checked_mul(layers)?)
+            && used(layers, layer_stride, strip)
+            && used(tokens, token_stride, row);
+        if !packed || layers != g.layers || strip > most || self.leaves_tokens_out() {
+            return None;
+        }
+        let per_piece = most / strip;
+        let moved = self.tokens() - self.skip();
+        let (first, count) = (u64::from(self.first_layer()), u64::from(self.layer_count()));
+        let mut list = Vec::new();
+        // All layers: K and V planes are one run. Some layers: a run each.
+        let runs = match count == g.layers {
+            true => vec![(0, g.kv_planes * g.layers)],
+            false => (0..g.kv_planes).map(|kv| (kv * g.layers + first, count)).collect(),
+        };
+        let lead = self.skip() * row;
+        for (start, planes) in runs {
+            let mut plane = start;
+            while plane < start + planes {
+                let height = per_piece.min(start + planes - plane);
+                // Relative to the job's slab address, which is that of plane `first`. Below 2^63: the slab is.
+                let offset = i64::try_from(plane * strip + lead).ok()? - i64::try_from(first * strip).ok()?;
+                let first_plane = u32::try_from(plane).ok()?;
+                list.push(Piece { offset, lead, width: moved * row, height, pitch: strip, first_plane });
+                plane += height;
+            }
+        }
+        let flat = Arc::new(self.plan().flattened());
+        Some(Pieces { job: self.clone(), flat, list })
+    }
+
+    /// Whether a store would not write some token between its first and its last. Device-resident slots may
+    /// hold −1 anywhere.
+    fn leaves_tokens_out(&self) -> bool {
+        let holes = match self.slots() {
+            JobSlots::Host { runs, .. } => {
+                runs.iter().map(|r| r.len).sum::<u64>() != self.tokens() - self.skip()
+            }
+            JobSlots::Device { .. } => true,
+        };
+        holes && self.direction() == crate::Direction::Gather
+    }
+}
+
+impl Pieces {
+    /// The pieces, in the slab's order.
+    pub fn list(&self) -> &[Piece] {
+        &self.list
+    }
+
+    /// The job that moves a piece between the cache and a staging buffer at this address.
+    pub fn staged(&self, piece: &Piece, host: Option<u64>, device: Option<u64>) -> CopyJob {
+        let len = piece.pitch * piece.height;
+        // The piece came out of a checked job; `list` hands out no others.
+        let count = u32::try_from(piece.height).unwrap_or(0);
+        self.job.on_plan(Arc::clone(&self.flat), SlabSpan { host, device, len }, piece.first_plane, count)
+    }
+}
