@@ -119,6 +119,10 @@ impl PagedCopyKernel {
         self.inner.image
     }
 
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
+        &self.inner
+    }
+
     /// The context it was loaded into.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.inner.context

@@ -41,6 +41,11 @@ impl Launched {
         matches!(self.state, State::Captured)
     }
 
+    /// Whether the kernel checks slots, whose errors only this value will tell.
+    pub(crate) fn reports(&self) -> bool {
+        matches!(self.state, State::Queued { reports: true, .. })
+    }
+
     /// Whether the transfer is over. Does not wait.
     ///
     /// # Errors

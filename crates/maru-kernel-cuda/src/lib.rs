@@ -30,6 +30,7 @@ mod kernel;
 mod launched;
 mod planes;
 mod ring;
+mod staged;
 mod tickets;
 
 pub use device::{availability, device_count, open_context};
@@ -38,3 +39,4 @@ pub use image::Image;
 pub use kernel::{LaunchOptions, PagedCopyKernel};
 pub use launched::Launched;
 pub use planes::PlaneTable;
+pub use staged::{StagedLaunch, StagedMover, StagedOptions};
