@@ -10,7 +10,7 @@ use crate::KernelError;
 
 /// Driver functions this crate and cudarc's context call. A function that is missing would panic when it is
 /// called, so all are looked up before the first call.
-const SYMBOLS: [&str; 34] = [
+const SYMBOLS: [&str; 39] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGet",
@@ -45,6 +45,11 @@ const SYMBOLS: [&str; 34] = [
     "cuEventQuery",
     "cuEventSynchronize",
     "cuLaunchKernel",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpy2DAsync_v2",
+    "cuStreamCreateWithPriority",
+    "cuCtxGetStreamPriorityRange",
+    "cuEventDestroy_v2",
 ];
 
 /// Whether the driver library is there and has every function needed, without initialising it.

@@ -103,6 +103,11 @@ impl CopyJob {
 }
 
 impl Pieces {
+    /// The job they were cut from.
+    pub fn job(&self) -> &CopyJob {
+        &self.job
+    }
+
     /// The pieces, in the slab's order.
     pub fn list(&self) -> &[Piece] {
         &self.list

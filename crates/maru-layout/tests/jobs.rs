@@ -239,7 +239,7 @@ fn skipped_tokens_write_nothing_and_so_not_twice() {
 #[test]
 fn duplicates_are_found_in_caches_of_any_size() {
     // Few slots in a huge cache, and many in a small one, are looked at differently.
-    for (blocks, slots) in [(1 << 30, 6), (4, 64), (4, 30)] {
+    for (blocks, slots) in [(1 << 50, 6), (1 << 30, 6), (4, 64), (4, 30)] {
         let layout = PagedLayout::detect(&bf16(&[blocks, 2, 16, 2, 8]), &blocks_of(16)).unwrap();
         let slab = SlabLayout::of_cache(&layout, 2, 3, slots).unwrap();
         let plan = Arc::new(CopyPlan::new(&layout, &slab, bases(&layout)).unwrap());
