@@ -125,7 +125,7 @@ fn one_machine(
     }
     if options.p2p {
         steps.push_str(&image::step("blank", "MARU_CXL_TEST_CHILD=blank /bin/dax_device"));
-        steps.push_str(&image::step("p2p", &format!("/bin/maru p2p {P2P}")));
+        steps.push_str(&image::step("p2p", &format!("/bin/maru p2p --role both {P2P}")));
     }
     let image = image::write(work, "one", tools, programs, &steps)?;
     let memory = fresh_memory(work, "one")?;
@@ -153,7 +153,12 @@ fn two_machines(
 ) -> Outcome<Vec<Report>> {
     let mut steps = image::step("dax_device", "/bin/dax_device --color never");
     if options.p2p {
-        steps.push_str(&image::step("p2p", &format!("/bin/maru p2p --role $MARU_P2P_ROLE {P2P}")));
+        // Two hosts need the caches flushed. The tests have left a pool, which the producer replaces.
+        steps.push_str("printf '[cxl]\\ncoherence = \"flush\"\\n' > /tmp/maru.toml\n");
+        steps.push_str("force=; [ \"$MARU_P2P_ROLE\" = producer ] && force=--force\n");
+        let command =
+            format!("/bin/maru p2p --role $MARU_P2P_ROLE $force --config /tmp/maru.toml --timeout 90 {P2P}");
+        steps.push_str(&image::step("p2p", &command));
     }
     let image = image::write(work, "two", tools, programs, &steps)?;
     let memory = fresh_memory(work, "two")?;
@@ -172,6 +177,7 @@ fn two_machines(
     if options.p2p
         && let Some(consumer) = reports.last_mut()
     {
+        consumer.expect_line("Cache Hit: Yes");
         consumer.expect_line("Output verified: Yes");
     }
     reports[0].check_memory(&memory)?;

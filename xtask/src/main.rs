@@ -1,6 +1,9 @@
 //! Development tasks. `cargo xtask --help` lists them.
 
+mod dax_vm;
+mod gpu_bundle;
 mod licences;
+mod ptx;
 
 use std::process::ExitCode;
 
@@ -18,13 +21,30 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Task {
+    /// Run the device-dax tests in virtual machines that have a real device node.
+    DaxVm {
+        /// What to run; nothing means everything, `--help` lists the modes.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Pack device tests, benches and the CLI into target/gpu-bundle for a GPU machine without Rust.
+    GpuBundle,
+    /// Compile the kernel's portable image anew.
+    Ptx {
+        /// Only compare with the one in the repository; fail if it is stale.
+        #[arg(long)]
+        check: bool,
+    },
     /// Check that every dependency's licence is one we accept.
     Licences,
 }
 
 fn main() -> ExitCode {
     let outcome = match Args::parse().task {
+        Task::DaxVm { args } => dax_vm::run(&args),
+        Task::GpuBundle => gpu_bundle::run(&[]),
         Task::Licences => licences::run(),
+        Task::Ptx { check } => ptx::run(&if check { vec!["--check".to_owned()] } else { Vec::new() }),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
