@@ -1,0 +1,94 @@
+//! Contexts that leave the caller's current one alone.
+
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, sys};
+
+use crate::{DriverError, check};
+
+/// Makes a context current for a scope and restores what was current before, be it nothing.
+#[derive(Debug)]
+pub struct Current<'a> {
+    pushed: bool,
+    /// Borrows the context, which must live until it is popped; stays on its thread.
+    _scope: PhantomData<(&'a CudaContext, *const ())>,
+}
+
+impl<'a> Current<'a> {
+    /// Makes `context` current on this thread until the value is dropped.
+    ///
+    /// # Errors
+    /// [`DriverError`], for a context that was destroyed for instance.
+    pub fn enter(context: &'a CudaContext) -> Result<Self, DriverError> {
+        let pushed = current()? != context.cu_ctx();
+        if pushed {
+            // SAFETY: the context is alive while it is borrowed; `Drop` pops it again.
+            check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(context.cu_ctx()) })?;
+        }
+        Ok(Current { pushed, _scope: PhantomData })
+    }
+}
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        if self.pushed {
+            let mut popped = std::ptr::null_mut();
+            // SAFETY: pops what `enter` pushed on this thread; the type is not `Send`.
+            let result = unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
+            if let Err(error) = check("cuCtxPopCurrent", result) {
+                tracing::error!(%error, "the caller's CUDA context was not restored");
+            }
+        }
+    }
+}
+
+/// A shared context whose release, too, leaves the caller's current one alone: cudarc makes a context current
+/// when its last handle goes.
+#[derive(Clone, Debug)]
+pub struct Context(ManuallyDrop<Arc<CudaContext>>);
+
+impl Context {
+    /// Wraps a handle.
+    pub fn new(context: Arc<CudaContext>) -> Self {
+        Context(ManuallyDrop::new(context))
+    }
+
+    /// The handle.
+    pub fn get(&self) -> &Arc<CudaContext> {
+        &self.0
+    }
+
+    /// Makes it current for a scope.
+    ///
+    /// # Errors
+    /// As [`Current::enter`].
+    pub fn enter(&self) -> Result<Current<'_>, DriverError> {
+        Current::enter(self.get())
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        let before = current();
+        // SAFETY: dropped here only, and not used afterwards.
+        unsafe { ManuallyDrop::drop(&mut self.0) };
+        let Ok(before) = before else { return };
+        if current().is_ok_and(|now| now == before) {
+            return;
+        }
+        // SAFETY: the context was this thread's current one a moment ago, or null for none.
+        if let Err(error) = check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(before) }) {
+            tracing::debug!(%error, "the caller's CUDA context was not restored");
+        }
+    }
+}
+
+/// The thread's current context; null for none.
+fn current() -> Result<sys::CUcontext, DriverError> {
+    let mut current = std::ptr::null_mut();
+    // SAFETY: the out pointer is valid; the library is there, as a context exists.
+    check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&raw mut current) })?;
+    Ok(current)
+}
