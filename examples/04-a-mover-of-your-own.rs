@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use maru::cxl::Region;
 use maru::fallback::HostMover;
 use maru::layout::CopyJob;
-use maru::transfer::{Capabilities, Completion, Prepared, TransferBackend};
+use maru::transfer::{Capabilities, Completion, Enqueued, Prepared, TransferBackend};
 use maru::{
     CacheSpec, CacheTensor, Config, DType, PagedCache, Place, SlotMapping, Stream, TensorDesc, Tensors,
 };
@@ -25,10 +25,6 @@ impl TransferBackend for Metered {
         "metered"
     }
 
-    fn strategy(&self, _job: &CopyJob) -> &'static str {
-        "host"
-    }
-
     fn capabilities(&self) -> Capabilities {
         Capabilities::new().with_unregistered_slab(true)
     }
@@ -37,12 +33,14 @@ impl TransferBackend for Metered {
         Ok(None)
     }
 
-    unsafe fn enqueue(&self, _: &Prepared, job: &CopyJob, _: Stream) -> Result<Completion, TransferError> {
-        // SAFETY: the caller's promise about the job's memory is passed on; it is host memory, because the
-        // engine below is one for `Place::Host`.
-        unsafe { self.mover.copy(job) }?;
-        self.bytes.fetch_add(job.bytes(), Ordering::Relaxed);
-        Ok(Completion::Done)
+    unsafe fn enqueue(&self, _: &Prepared, jobs: &[CopyJob], _: Stream) -> Result<Enqueued, TransferError> {
+        for job in jobs {
+            // SAFETY: the caller's promise about the job's memory is passed on; it is host memory, because the
+            // engine below is one for `Place::Host`.
+            unsafe { self.mover.copy(job) }?;
+            self.bytes.fetch_add(job.bytes(), Ordering::Relaxed);
+        }
+        Ok(Enqueued { completion: Completion::Done, strategy: "host" })
     }
 }
 

@@ -217,6 +217,19 @@ impl PagedCopyKernel {
         finish(State::Queued { ticket, reports })
     }
 
+    /// Whether a stream is being captured into a graph.
+    ///
+    /// # Errors
+    /// [`KernelError::Driver`].
+    ///
+    /// # Safety
+    /// `stream` is a live stream of this kernel's context, or null.
+    pub unsafe fn is_capturing(&self, stream: CUstream) -> Result<bool, KernelError> {
+        let _current = Current::enter(&self.inner.context)?;
+        // SAFETY: the caller's promise.
+        unsafe { is_capturing(stream) }
+    }
+
     /// The first bad slot that a replay of a captured launch met since the last call, if any. To be asked
     /// when the replay is over. With several captured launches the last report wins.
     ///

@@ -9,9 +9,7 @@ use maru_layout::CopyJob;
 use crate::backend::{Backend, HostBackend, NativeBackend, TransferBackend};
 use crate::config::{BackendChoice, Config, DeviceChoice};
 use crate::registered::Mover;
-use crate::{
-    Completion, PagedCache, Pending, Place, RegisteredCache, Stream, Transfer, TransferError, TransferRequest,
-};
+use crate::{Completion, PagedCache, Place, RegisteredCache, Transfer, TransferError, TransferRequest};
 
 /// Moves slabs of registered caches. Cheap to clone; belongs to one device.
 #[derive(Clone, Debug)]
@@ -123,13 +121,24 @@ impl TransferEngine {
         if let Some(index) = requests.iter().position(|r| !r.cache().is(cache)) {
             return Err(TransferError::MixedBatch { index });
         }
-        let jobs: Vec<CopyJob> = requests.iter().map(TransferRequest::resolve).collect::<Result<_, _>>()?;
+        let stream = first.stream();
+        if let Some(index) = requests.iter().position(|r| r.stream() != stream) {
+            return Err(TransferError::MixedStreams { index });
+        }
+        let mut jobs: Vec<CopyJob> =
+            requests.iter().map(TransferRequest::resolve).collect::<Result<_, _>>()?;
         let mover = pick(cache, &jobs)?;
         let slabs: Vec<Slab> = requests.iter().map(|r| r.slab().clone()).collect();
-        let bytes = jobs.iter().map(CopyJob::bytes).sum();
-        let strategy = jobs.first().map_or("none", |job| mover.backend.strategy(job));
-        let completion = run(mover, requests, &jobs)?;
-        Ok(Transfer::new(completion, slabs, mover.backend.name(), strategy, bytes))
+        jobs.retain(|job| !job.is_empty());
+        let name = mover.backend.name();
+        if jobs.is_empty() {
+            return Ok(Transfer::new(Completion::Done, slabs, name, "none", 0));
+        }
+        let bytes = jobs.iter().fold(0u64, |sum, job| sum.saturating_add(job.bytes()));
+        // SAFETY: the cache's memory is valid by the promise made to `PagedCache::new`; the slabs' by the clones
+        // that the returned `Transfer` holds.
+        let enqueued = unsafe { mover.backend.enqueue(&mover.prepared, &jobs, stream) }?;
+        Ok(Transfer::new(enqueued.completion, slabs, name, enqueued.strategy, bytes))
     }
 }
 
@@ -158,69 +167,6 @@ fn pick<'a>(cache: &'a RegisteredCache, jobs: &[CopyJob]) -> Result<&'a Mover, T
     }
 }
 
-fn run(mover: &Mover, requests: &[TransferRequest], jobs: &[CopyJob]) -> Result<Completion, TransferError> {
-    let mut pending: Vec<Box<dyn Pending>> = Vec::new();
-    let mut captured = false;
-    for (request, job) in requests.iter().zip(jobs) {
-        if job.is_empty() {
-            continue;
-        }
-        // SAFETY: the cache's memory is valid by the promise made to `PagedCache::new`; the slab's by the
-        // clone of it that the returned `Transfer` holds.
-        let outcome = unsafe { mover.backend.enqueue(&mover.prepared, job, request.stream()) };
-        match outcome {
-            Ok(Completion::Done) => {}
-            Ok(Completion::Captured) => captured = true,
-            Ok(Completion::Pending(p)) => pending.push(p),
-            Err(e) => {
-                for mut p in pending {
-                    if let Err(other) = p.wait() {
-                        tracing::error!(error = %other, "an earlier slab of a failed batch had failed too");
-                    }
-                }
-                return Err(e);
-            }
-        }
-    }
-    Ok(match (pending.len(), captured) {
-        (0, false) => Completion::Done,
-        (0, true) => Completion::Captured,
-        (1, _) => pending.pop().map_or(Completion::Done, Completion::Pending),
-        _ => Completion::Pending(Box::new(All(pending))),
-    })
-}
-
-/// Several things in flight as one.
-#[derive(Debug)]
-struct All(Vec<Box<dyn Pending>>);
-
-impl Pending for All {
-    fn is_done(&mut self) -> Result<bool, TransferError> {
-        for p in &mut self.0 {
-            if !p.is_done()? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    fn wait(&mut self) -> Result<(), TransferError> {
-        // All are waited for before the first error is returned, so that the memory is free again.
-        let mut first = Ok(());
-        for p in &mut self.0 {
-            let outcome = p.wait();
-            if first.is_ok() {
-                first = outcome;
-            }
-        }
-        first
-    }
-
-    fn order_before(&mut self, stream: Stream) -> Result<(), TransferError> {
-        self.0.iter_mut().try_for_each(|p| p.order_before(stream))
-    }
-}
-
 /// Place and movers for a configuration.
 fn choose(config: &Config) -> Result<(Place, Backend, Option<Backend>), TransferError> {
     let t = &config.transfer;
@@ -235,7 +181,7 @@ fn choose(config: &Config) -> Result<(Place, Backend, Option<Backend>), Transfer
         )),
         (DeviceChoice::Host, _) => host(),
         (DeviceChoice::Auto, BackendChoice::Fallback) => host(),
-        (DeviceChoice::Auto, backend) => match (NativeBackend::open(0, t.sm_budget), backend) {
+        (DeviceChoice::Auto, backend) => match (NativeBackend::open(0, t), backend) {
             (Ok(native), _) => Ok((Place::Cuda(0), Backend::Native(native), None)),
             (Err(e), BackendChoice::Native) => Err(e),
             (Err(e), _) => {
@@ -248,7 +194,7 @@ fn choose(config: &Config) -> Result<(Place, Backend, Option<Backend>), Transfer
             "it moves host memory only in this version",
         )),
         (DeviceChoice::Cuda(n), _) => {
-            let native = NativeBackend::open(n, t.sm_budget)?;
+            let native = NativeBackend::open(n, t)?;
             Ok((Place::Cuda(n), Backend::Native(native), None))
         }
     }

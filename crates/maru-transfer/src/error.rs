@@ -128,6 +128,12 @@ pub enum TransferError {
         /// Index of the first such request.
         index: usize,
     },
+    /// Requests of one batch on different streams.
+    #[error("request {index} of the batch is for another stream; a batch is ordered on one")]
+    MixedStreams {
+        /// Index of the first such request.
+        index: usize,
+    },
     /// A mover of the user's own failed.
     #[error("{mover}: {message}")]
     Mover {

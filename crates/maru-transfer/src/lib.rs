@@ -17,7 +17,7 @@ mod request;
 mod stream;
 mod transfer;
 
-pub use backend::{Backend, Capabilities, Prepared, TransferBackend};
+pub use backend::{Backend, Capabilities, Enqueued, Prepared, TransferBackend};
 pub use cache::{CacheTensor, PagedCache, Tensors};
 pub use engine::TransferEngine;
 pub use error::TransferError;

@@ -66,7 +66,8 @@ impl Transfer {
         self.backend
     }
 
-    /// How it moved: `direct`, `staged`, `copy_engine`, `host`, or a user's own word.
+    /// How it moved: `direct`, `staged`, `copy_engine`, `host`, a user's own word, or `none` where there was
+    /// nothing to move.
     pub fn strategy(&self) -> &'static str {
         self.strategy
     }

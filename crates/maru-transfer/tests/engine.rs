@@ -8,8 +8,8 @@ use maru_cxl::{Region, Slab};
 use maru_layout::{CacheSpec, CopyJob, DType, Fingerprint, SlabLayout, SlotMapping, TensorDesc};
 use maru_transfer::config::{BackendChoice, Config, DeviceChoice};
 use maru_transfer::{
-    CacheTensor, Capabilities, Completion, PagedCache, Pending, Place, Prepared, RegisteredCache, Stream,
-    Tensors, TransferBackend, TransferEngine, TransferError, TransferRequest,
+    CacheTensor, Capabilities, Completion, Enqueued, PagedCache, Pending, Place, Prepared, RegisteredCache,
+    Stream, Tensors, TransferBackend, TransferEngine, TransferError, TransferRequest,
 };
 
 const LAYERS: usize = 3;
@@ -380,9 +380,6 @@ impl TransferBackend for Counting {
     fn name(&self) -> &'static str {
         "counting"
     }
-    fn strategy(&self, _: &CopyJob) -> &'static str {
-        "tally"
-    }
     fn capabilities(&self) -> Capabilities {
         Capabilities::new().with_unregistered_slab(true).with_asynchronous(true)
     }
@@ -392,13 +389,14 @@ impl TransferBackend for Counting {
             n => Err(TransferError::Mover { mover: "counting".into(), message: format!("{n} layers") }),
         }
     }
-    unsafe fn enqueue(&self, _: &Prepared, job: &CopyJob, _: Stream) -> Result<Completion, TransferError> {
-        assert!(!job.is_empty());
-        let n = self.enqueued.fetch_add(1, Ordering::SeqCst);
+    unsafe fn enqueue(&self, _: &Prepared, jobs: &[CopyJob], _: Stream) -> Result<Enqueued, TransferError> {
+        assert!(jobs.iter().all(|job| !job.is_empty()));
+        let n = self.enqueued.fetch_add(jobs.len(), Ordering::SeqCst);
         if self.fail_at == Some(n) {
             return Err(TransferError::Mover { mover: "counting".into(), message: "as told".into() });
         }
-        Ok(Completion::Pending(Box::new(CountWait(Arc::clone(&self.waited)))))
+        let completion = Completion::Pending(Box::new(CountWait(Arc::clone(&self.waited))));
+        Ok(Enqueued { completion, strategy: "tally" })
     }
 }
 
@@ -421,7 +419,7 @@ fn a_mover_of_the_users_own_is_used_and_named() {
     assert_eq!((enqueued.load(Ordering::SeqCst), waited.load(Ordering::SeqCst)), (3, 0));
     assert!(!transfer.is_done().expect("no error"));
     transfer.wait().expect("done");
-    assert_eq!(waited.load(Ordering::SeqCst), 3);
+    assert_eq!(waited.load(Ordering::SeqCst), 1);
 }
 
 #[test]
@@ -442,15 +440,26 @@ fn empty_work_never_reaches_the_mover() {
 }
 
 #[test]
-fn a_failing_slab_leaves_nothing_in_flight() {
-    let (engine, enqueued, waited) = own(Some(2));
+fn a_movers_error_is_passed_on_and_the_next_transfer_works() {
+    let (engine, ..) = own(Some(0));
     let mem = memory(cache_bytes());
     let cache = registered(&engine, &mem);
     let slab = slab_of(&cache);
-    let batch = vec![TransferRequest::gather(&cache, slots(32), &slab); 4];
-    let error = engine.submit_many(&batch).expect_err("the third fails");
-    assert_eq!(error.to_string(), "counting: as told");
-    assert_eq!((enqueued.load(Ordering::SeqCst), waited.load(Ordering::SeqCst)), (3, 2));
+    let request = TransferRequest::gather(&cache, slots(32), &slab);
+    assert_eq!(engine.submit(&request).expect_err("the first fails").to_string(), "counting: as told");
+    engine.submit(&request).expect("the second works").wait().expect("done");
+}
+
+#[test]
+fn a_batch_on_two_streams_is_refused() {
+    let (engine, ..) = own(None);
+    let mem = memory(cache_bytes());
+    let cache = registered(&engine, &mem);
+    let slab = slab_of(&cache);
+    let request = TransferRequest::gather(&cache, slots(32), &slab);
+    // SAFETY: the batch is refused before the handle is used.
+    let other = request.clone().on(unsafe { Stream::cuda(1) });
+    assert!(matches!(engine.submit_many(&[request, other]), Err(TransferError::MixedStreams { index: 1 })));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use maru_fallback::HostMover;
 use maru_layout::CopyJob;
 
-use super::{Capabilities, Prepared, TransferBackend};
+use super::{Capabilities, Enqueued, Prepared, TransferBackend};
 use crate::{Completion, PagedCache, Place, Stream, TransferError};
 
 /// Host memory to host memory, synchronous.
@@ -27,10 +27,6 @@ impl TransferBackend for HostBackend {
         "fallback"
     }
 
-    fn strategy(&self, _job: &CopyJob) -> &'static str {
-        "host"
-    }
-
     fn capabilities(&self) -> Capabilities {
         Capabilities::new().with_unregistered_slab(true)
     }
@@ -45,11 +41,13 @@ impl TransferBackend for HostBackend {
     unsafe fn enqueue(
         &self,
         _prepared: &Prepared,
-        job: &CopyJob,
+        jobs: &[CopyJob],
         _stream: Stream,
-    ) -> Result<Completion, TransferError> {
-        // SAFETY: the caller promises that the job's memory is valid; `prepare` let only host caches pass.
-        unsafe { self.mover.copy(job) }?;
-        Ok(Completion::Done)
+    ) -> Result<Enqueued, TransferError> {
+        for job in jobs {
+            // SAFETY: the caller promises that the job's memory is valid; `prepare` let only host caches pass.
+            unsafe { self.mover.copy(job) }?;
+        }
+        Ok(Enqueued { completion: Completion::Done, strategy: "host" })
     }
 }

@@ -67,9 +67,6 @@ pub trait TransferBackend: Send + Sync + fmt::Debug {
     /// `native`, `fallback`, or the name of a mover of your own.
     fn name(&self) -> &'static str;
 
-    /// How it moves this job: `direct`, `staged`, `copy_engine`, `host`, …
-    fn strategy(&self, job: &CopyJob) -> &'static str;
-
     /// What it can take.
     fn capabilities(&self) -> Capabilities;
 
@@ -79,8 +76,8 @@ pub trait TransferBackend: Send + Sync + fmt::Debug {
     /// Why it cannot move this cache.
     fn prepare(&self, cache: &PagedCache) -> Result<Prepared, TransferError>;
 
-    /// Moves the job's bytes, ordered on `stream`. `prepared` is what [`TransferBackend::prepare`] returned for
-    /// the job's cache.
+    /// Moves the bytes of jobs of one cache, ordered on `stream`. None of them is empty. `prepared` is what
+    /// [`TransferBackend::prepare`] returned for the cache.
     ///
     /// If it fails half-way it returns only when nothing is in flight any more.
     ///
@@ -88,14 +85,23 @@ pub trait TransferBackend: Send + Sync + fmt::Debug {
     /// What went wrong; slots of a device-resident list are reported by the [`Completion`].
     ///
     /// # Safety
-    /// The memory that the job addresses is valid, as [`PagedCache::new`] demands of the cache and as a live
+    /// The memory that the jobs address is valid, as [`PagedCache::new`] demands of the cache and as a live
     /// slab guarantees, until the completion is done.
     unsafe fn enqueue(
         &self,
         prepared: &Prepared,
-        job: &CopyJob,
+        jobs: &[CopyJob],
         stream: Stream,
-    ) -> Result<Completion, TransferError>;
+    ) -> Result<Enqueued, TransferError>;
+}
+
+/// What [`TransferBackend::enqueue`] did.
+#[derive(Debug)]
+pub struct Enqueued {
+    /// How far it got.
+    pub completion: Completion,
+    /// How it moves the bytes: `direct`, `staged`, `copy_engine`, `host`, or a word of your own.
+    pub strategy: &'static str,
 }
 
 /// The movers this crate knows, and one that is yours.
@@ -116,10 +122,6 @@ impl TransferBackend for Box<dyn TransferBackend> {
         (**self).name()
     }
 
-    fn strategy(&self, job: &CopyJob) -> &'static str {
-        (**self).strategy(job)
-    }
-
     fn capabilities(&self) -> Capabilities {
         (**self).capabilities()
     }
@@ -131,10 +133,10 @@ impl TransferBackend for Box<dyn TransferBackend> {
     unsafe fn enqueue(
         &self,
         prepared: &Prepared,
-        job: &CopyJob,
+        jobs: &[CopyJob],
         stream: Stream,
-    ) -> Result<Completion, TransferError> {
+    ) -> Result<Enqueued, TransferError> {
         // SAFETY: the caller's promise is passed on unchanged.
-        unsafe { (**self).enqueue(prepared, job, stream) }
+        unsafe { (**self).enqueue(prepared, jobs, stream) }
     }
 }

@@ -2,11 +2,19 @@
 
 use std::sync::Arc;
 
-use maru_kernel_cuda::{KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable, open_context};
-use maru_layout::{CopyJob, CopyPlan};
+use maru_kernel_cuda::{
+    KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable, StagedLaunch, StagedMover,
+    StagedOptions, open_context,
+};
+use maru_layout::{CopyJob, CopyPlan, Pieces};
 
-use super::{Capabilities, Prepared, TransferBackend};
+use super::{Capabilities, Enqueued, Prepared, TransferBackend};
+use crate::config::{StrategyChoice, TransferConfig};
 use crate::{Completion, PagedCache, Pending, Place, Stream, TransferError};
+
+/// Bytes of a batch from which `strategy = "auto"` stages. Below, one launch is over before the copy engine
+/// and a second launch would be; see docs/performance.md.
+const STAGE_FROM: u64 = 8 << 20;
 
 /// The CUDA kernel of `maru-kernel-cuda`, loaded on one device.
 #[derive(Debug)]
@@ -14,19 +22,56 @@ pub struct NativeBackend {
     kernel: PagedCopyKernel,
     device: u32,
     options: LaunchOptions,
+    /// None for `strategy = "direct"` and where there is no memory for a ring.
+    staged: Option<StagedMover>,
+    stage_from: u64,
 }
 
 impl NativeBackend {
-    /// Loads the kernel on a device; a direct launch will occupy at most `sm_budget` thread blocks.
+    /// Loads the kernel on a device and allocates the ring of the staged strategy, as configured.
     ///
     /// # Errors
-    /// [`TransferError::NotAvailable`] with the reason when it cannot run there.
-    pub fn open(device: u32, sm_budget: u32) -> Result<Self, TransferError> {
+    /// [`TransferError::NotAvailable`] with the reason when the kernel cannot run there, or when the staged
+    /// strategy was asked for by name and has no ring.
+    pub fn open(device: u32, config: &TransferConfig) -> Result<Self, TransferError> {
+        let what = || format!("the native kernel on cuda:{device}");
         let load = || PagedCopyKernel::load(open_context(usize::try_from(device).unwrap_or(usize::MAX))?);
-        let kernel = load().map_err(|e| {
-            TransferError::not_available(format!("the native kernel on cuda:{device}"), e.to_string())
-        })?;
-        Ok(NativeBackend { kernel, device, options: LaunchOptions::default().with_sm_budget(sm_budget) })
+        let kernel = load().map_err(|e| TransferError::not_available(what(), e.to_string()))?;
+        let ring = StagedOptions::with_ring_bytes(config.staging_bytes);
+        let (staged, stage_from) = match config.strategy {
+            StrategyChoice::Direct => (None, u64::MAX),
+            _ if config.staging_bytes == 0 => (None, u64::MAX),
+            StrategyChoice::Staged => {
+                let mover = StagedMover::new(&kernel, ring);
+                let refused = |e: KernelError| {
+                    TransferError::not_available(
+                        format!("a ring of {} bytes", config.staging_bytes),
+                        e.to_string(),
+                    )
+                };
+                (Some(mover.map_err(refused)?), 0)
+            }
+            _ => match StagedMover::new(&kernel, ring) {
+                Ok(mover) => (Some(mover), STAGE_FROM),
+                Err(e) => {
+                    tracing::warn!(bytes = config.staging_bytes, error = %e, "no ring; transfers go directly");
+                    (None, u64::MAX)
+                }
+            },
+        };
+        let options = LaunchOptions::default().with_sm_budget(config.sm_budget);
+        Ok(NativeBackend { kernel, device, options, staged, stage_from })
+    }
+
+    /// The pieces of every job, if this batch is to be staged and can be.
+    fn pieces(&self, jobs: &[CopyJob]) -> Option<(&StagedMover, Vec<Pieces>)> {
+        let mover = self.staged.as_ref()?;
+        let bytes = jobs.iter().fold(0u64, |sum, job| sum.saturating_add(job.bytes()));
+        if bytes < self.stage_from {
+            return None;
+        }
+        let pieces = jobs.iter().map(|job| mover.pieces(job)).collect::<Option<_>>()?;
+        Some((mover, pieces))
     }
 
     /// The loaded kernel.
@@ -38,10 +83,6 @@ impl NativeBackend {
 impl TransferBackend for NativeBackend {
     fn name(&self) -> &'static str {
         "native"
-    }
-
-    fn strategy(&self, _job: &CopyJob) -> &'static str {
-        "direct"
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -62,19 +103,94 @@ impl TransferBackend for NativeBackend {
     unsafe fn enqueue(
         &self,
         prepared: &Prepared,
-        job: &CopyJob,
+        jobs: &[CopyJob],
         stream: Stream,
-    ) -> Result<Completion, TransferError> {
+    ) -> Result<Enqueued, TransferError> {
         let planes =
             prepared.as_ref().and_then(|p| p.downcast_ref::<PlaneTable>()).ok_or(KernelError::WrongPlanes)?;
         let stream = std::ptr::with_exposed_provenance_mut(stream.handle());
-        // SAFETY: the caller promises that the job's memory is valid and ordered by the stream; the stream is
-        // live by the promise made to `Stream::cuda`.
-        let launched = unsafe { self.kernel.launch(job, planes, stream, self.options) }?;
-        match launched.is_captured() {
-            true => Ok(Completion::Captured),
-            false => Ok(Completion::Pending(Box::new(launched))),
+        if let Some((mover, pieces)) = self.pieces(jobs)
+            // SAFETY: the stream is live by the promise made to `Stream::cuda`.
+            && !unsafe { self.kernel.is_capturing(stream) }?
+        {
+            // SAFETY: as below; registered memory is page-locked, and the stream is not being captured.
+            let launched = unsafe { mover.launch(&pieces, planes, stream) }?;
+            return Ok(Enqueued { completion: Completion::Pending(Box::new(launched)), strategy: "staged" });
         }
+        let mut queued: Vec<Launched> = Vec::with_capacity(jobs.len());
+        for job in jobs {
+            // SAFETY: the caller promises that the job's memory is valid and ordered by the stream; the stream
+            // is live by the promise made to `Stream::cuda`.
+            match unsafe { self.kernel.launch(job, planes, stream, self.options) } {
+                Ok(launched) => queued.push(launched),
+                Err(error) => {
+                    for launched in &queued {
+                        if let Err(other) = launched.wait() {
+                            tracing::error!(error = %other, "an earlier slab of a failed batch had failed too");
+                        }
+                    }
+                    return Err(error.into());
+                }
+            }
+        }
+        let completion = match queued.pop() {
+            Some(last) if last.is_captured() => Completion::Captured,
+            Some(last) if queued.is_empty() => Completion::Pending(Box::new(last)),
+            Some(last) => {
+                queued.push(last);
+                Completion::Pending(Box::new(Batch(queued)))
+            }
+            None => Completion::Done,
+        };
+        Ok(Enqueued { completion, strategy: "direct" })
+    }
+}
+
+/// Launches of one stream, in its order.
+#[derive(Debug)]
+struct Batch(Vec<Launched>);
+
+impl Pending for Batch {
+    fn is_done(&mut self) -> Result<bool, TransferError> {
+        // The last is over last; the others may still report a slot.
+        for launched in self.0.iter().rev() {
+            if !launched.is_complete()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn wait(&mut self) -> Result<(), TransferError> {
+        let mut outcome = Ok(());
+        for launched in self.0.iter().rev() {
+            outcome = launched.wait().and(outcome);
+        }
+        Ok(outcome?)
+    }
+
+    fn order_before(&mut self, stream: Stream) -> Result<(), TransferError> {
+        match self.0.last_mut() {
+            Some(last) => Pending::order_before(last, stream),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Pending for StagedLaunch {
+    fn is_done(&mut self) -> Result<bool, TransferError> {
+        Ok(self.is_complete()?)
+    }
+
+    fn wait(&mut self) -> Result<(), TransferError> {
+        Ok(StagedLaunch::wait(self)?)
+    }
+
+    fn order_before(&mut self, stream: Stream) -> Result<(), TransferError> {
+        // SAFETY: the stream is live by the promise made to `Stream::cuda`.
+        Ok(unsafe {
+            StagedLaunch::order_before(self, std::ptr::with_exposed_provenance_mut(stream.handle()))
+        }?)
     }
 }
 
