@@ -12,9 +12,9 @@ use crate::ptx::target_dir;
 type Error = Box<dyn std::error::Error>;
 
 /// Tests by name, in whichever package has them: those that have something to do on a device.
-const TESTS: [&str; 3] = ["gpu", "conformance", "device"];
+const TESTS: [&str; 4] = ["gpu", "conformance", "device_gpu", "registration_gpu"];
 /// Benches likewise.
-const BENCHES: [&str; 3] = ["direct", "device", "gpu"];
+const BENCHES: [&str; 4] = ["direct", "staged", "fallback_device", "transfer"];
 /// Most bytes of the bundle.
 const LIMIT: u64 = 60_000_000;
 
