@@ -12,7 +12,7 @@ use crate::ptx::target_dir;
 type Error = Box<dyn std::error::Error>;
 
 /// Tests by name, in whichever package has them: those that have something to do on a device.
-const TESTS: [&str; 4] = ["gpu", "conformance", "device_gpu", "registration_gpu"];
+const TESTS: [&str; 4] = ["gpu", "conformance", "device_gpu", "cuda"];
 /// Benches likewise.
 const BENCHES: [&str; 4] = ["direct", "staged", "fallback_device", "transfer"];
 /// Most bytes of the bundle.
