@@ -36,6 +36,14 @@ pub(crate) enum CliError {
     /// Bytes that are not what they should be, other than in the prompt's own slots.
     #[error("{0}")]
     Mismatch(String),
+    /// The CUDA driver.
+    #[error("{what} failed: {text}")]
+    Cuda {
+        /// What was tried.
+        what: String,
+        /// The driver's answer.
+        text: String,
+    },
     /// The pool is full.
     #[error("{0}")]
     NoSpace(String),
@@ -100,6 +108,7 @@ impl CliError {
             CliError::Cxl(e) => e.kind(),
             CliError::Io { .. } => "io",
             CliError::Mismatch(_) => "mismatch",
+            CliError::Cuda { .. } => "cuda",
             CliError::NoSpace(_) => "no_space",
             CliError::Timeout(_) => "timeout",
             CliError::Process(_) => "process",

@@ -85,15 +85,9 @@ fn as_json(layout: &PagedLayout, base_offset: u64) -> serde_json::Value {
         },
         "row_bytes": layout.row_bytes(),
         "access_bytes": layout.access_bytes(base_offset),
-        "native": native(layout),
+        "native": layout.kernel_limits().is_ok(),
         "slab_token_bytes": layout.slab_token_bytes(),
     })
-}
-
-/// Whether the kernel takes it: it moves rows of bytes between evenly spaced blocks and tokens, which is what every
-/// layout that detection can express comes down to.
-fn native(layout: &PagedLayout) -> bool {
-    matches!(layout.row_kind(), RowKind::Plain | RowKind::OpaqueRows | RowKind::OpaqueBlocks)
 }
 
 fn explain(tensor: &TensorDesc, layout: &PagedLayout, base_offset: u64) -> Vec<Line> {
@@ -174,8 +168,10 @@ fn facts(layout: &PagedLayout, base_offset: u64) -> Vec<String> {
         if layout.access_bytes(base_offset) < 16 { " (16 where alignment allows)" } else { "" }
     ));
     facts.push(format!("in the slab: {} bytes per token and layer", layout.slab_token_bytes()));
-    let kernel = if native(layout) { "takes" } else { "does not take" };
-    facts.push(format!("the native kernel {kernel} this layout"));
+    facts.push(match layout.kernel_limits() {
+        Ok(()) => "the native kernel takes this layout".to_owned(),
+        Err(error) => format!("the native kernel does not take it: {error}"),
+    });
     facts
 }
 

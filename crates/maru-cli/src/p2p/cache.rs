@@ -1,4 +1,4 @@
-//! The paged cache of one process: its memory, and the engine's view of it. The only module with unsafe code.
+//! The paged cache of one process: its memory, and the engine's view of it.
 
 #![allow(unsafe_code)]
 
@@ -9,12 +9,14 @@ use maru::transfer::{
 };
 
 use crate::error::CliError;
+use crate::p2p::device::DeviceMemory;
 use crate::p2p::shape::Shape;
 
-/// Where the bytes are. Caches in GPU memory get their place here.
+/// Where the bytes are.
 #[derive(Debug)]
 enum Memory {
     Host(Slab),
+    Device(DeviceMemory),
 }
 
 /// A paged cache and its mover.
@@ -37,38 +39,45 @@ pub(crate) struct Moved {
 impl Cache {
     /// Allocates a cache where the engine wants it and registers it.
     pub(crate) fn new(engine: TransferEngine, shape: &Shape) -> Result<Self, CliError> {
-        match engine.place() {
-            Place::Host => Self::in_host_memory(engine, shape),
-            other => Err(CliError::Transfer(TransferError::NotAvailable {
-                what: format!("a paged cache on {other}"),
-                reason: "this command keeps its caches in host memory; use --device host".to_owned(),
-            })),
-        }
-    }
-
-    fn in_host_memory(engine: TransferEngine, shape: &Shape) -> Result<Self, CliError> {
-        let region = Region::anonymous(shape.bytes())?;
-        let slab = region.slab(0, shape.bytes())?;
-        let base = slab.addr().as_ptr().expose_provenance() as u64;
+        let place = engine.place();
+        let (memory, base) = match place {
+            Place::Host => {
+                let slab = Region::anonymous(shape.bytes())?.slab(0, shape.bytes())?;
+                let base = slab.addr().as_ptr().expose_provenance() as u64;
+                (Memory::Host(slab), base)
+            }
+            Place::Cuda(device) => {
+                let memory = DeviceMemory::new(device, shape.bytes())?;
+                let base = memory.addr();
+                (Memory::Device(memory), base)
+            }
+            other => {
+                return Err(CliError::Transfer(TransferError::NotAvailable {
+                    what: format!("a paged cache on {other}"),
+                    reason: "this command has caches in host memory and on CUDA devices".to_owned(),
+                }));
+            }
+        };
         let desc = shape.tensor()?;
         let len = shape.num_blocks * shape.block_bytes;
         let tensor = |layer| CacheTensor { addr: base + layer * shape.layer_stride, len, desc: desc.clone() };
         let tensors = Tensors::PerLayer((0..shape.layers).map(tensor).collect());
         let layers = usize::try_from(shape.layers).ok();
-        // SAFETY: each tensor's `len` bytes lie inside the region's `shape.bytes()` (layer strides are at least
-        // `len`), which `memory` keeps mapped. The cache and its registered copy never leave this value, which
-        // drops them before `memory`, and every transfer is waited for inside `store` and `load`. Meanwhile
-        // nobody else touches the bytes: they are reached through `self` only, which `load` borrows mutably and
-        // `store` shares with readers alone.
-        let paged = unsafe { PagedCache::new(&tensors, &shape.spec(), Place::Host, layers) }?;
+        // SAFETY: each tensor's `len` bytes lie inside the `shape.bytes()` from `base` (layer strides are at least
+        // `len`), memory of `place` which `memory` keeps alive. The cache and its registered copy never leave this
+        // value, which drops them before `memory`, and every transfer is waited for inside `store` and `load`.
+        // Meanwhile nobody else touches the bytes: they are reached through `self` only, which `load` borrows
+        // mutably and `store` shares with readers alone.
+        let paged = unsafe { PagedCache::new(&tensors, &shape.spec(), place, layers) }?;
         let registered = engine.register(paged)?;
-        Ok(Cache { engine, registered, memory: Memory::Host(slab) })
+        Ok(Cache { engine, registered, memory })
     }
 
     /// Copies bytes into the cache.
     pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), CliError> {
-        match &self.memory {
+        match &mut self.memory {
             Memory::Host(slab) => Ok(slab.write_at(offset, bytes)?),
+            Memory::Device(memory) => memory.write(offset, bytes),
         }
     }
 
@@ -76,6 +85,7 @@ impl Cache {
     pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), CliError> {
         match &self.memory {
             Memory::Host(slab) => Ok(slab.read_at(offset, bytes)?),
+            Memory::Device(memory) => memory.read(offset, bytes),
         }
     }
 
@@ -114,8 +124,8 @@ impl Cache {
         self.registered.backend()
     }
 
-    /// The place, as the answer names it.
-    pub(crate) fn device(&self) -> String {
-        self.engine.place().to_string()
+    /// Where it is.
+    pub(crate) fn place(&self) -> Place {
+        self.engine.place()
     }
 }

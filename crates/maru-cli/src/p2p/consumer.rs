@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use maru::Place;
 use maru::cxl::{CxlError, Published, SlabPool};
 use maru::transfer::config::ChecksumKind;
 use maru::transfer::{ChunkKey, TransferEngine};
@@ -15,7 +16,6 @@ use crate::p2p::job::{Job, Plan};
 use crate::p2p::pool;
 use crate::p2p::producer::Tally;
 use crate::p2p::protocol::{Loaded, Phase, Reporter};
-use crate::p2p::slab_sum;
 
 /// Finds the prompt's chunks, loads them and checks every byte of the cache.
 pub(crate) fn run(job: &Job, reporter: &Arc<Reporter>) -> Result<Loaded, CliError> {
@@ -30,13 +30,13 @@ pub(crate) fn run(job: &Job, reporter: &Arc<Reporter>) -> Result<Loaded, CliErro
     }
 
     let chunks = keys.len() as u64;
-    let found = find(job, &plan, &keys, reporter)?;
+    let found = find(job, &plan, &keys, cache.place(), reporter)?;
     let mut loaded = Loaded {
         found: found.len() as u64,
         chunks,
         transfers: None,
         first_difference: None,
-        device: cache.device(),
+        device: cache.place().to_string(),
         backend: cache.backend().to_owned(),
     };
     if loaded.found < chunks {
@@ -96,6 +96,7 @@ fn find(
     job: &Job,
     plan: &Plan,
     keys: &[ChunkKey],
+    place: Place,
     reporter: &Arc<Reporter>,
 ) -> Result<Vec<Published>, CliError> {
     let mut most = 0;
@@ -103,8 +104,8 @@ fn find(
     let mut pause = Duration::from_millis(5);
     loop {
         // The pool is opened anew each time: whoever makes it may replace it.
-        let outcome =
-            pool::open_for_reading(job, &plan.config, false, |_, _| {}).and_then(|pool| lookup(&pool, keys));
+        let outcome = pool::open_for_reading(job, &plan.config, false, place, |_, _| {})
+            .and_then(|pool| lookup(&pool, keys));
         let waited = since.elapsed() >= job.timeout() || !job.wait;
         match outcome {
             Ok(found) if found.len() == keys.len() => break,
@@ -130,7 +131,8 @@ fn find(
     // Once more with every page present, so that the transfers are timed and not the page faults.
     let mapping = Arc::clone(reporter);
     let mapped = move |done, total| mapping.progress(Phase::Mapping, done, total);
-    let pool = pool::open_for_reading(job, &plan.config, plan.config.cxl.prefault, mapped)?;
+    let pool = pool::open_for_reading(job, &plan.config, plan.config.cxl.prefault, place, mapped)?;
+    let pool = pool::registered(pool, &plan.config, place)?;
     lookup(&pool, keys)
 }
 
@@ -167,7 +169,7 @@ fn check_sum(plan: &Plan, chunk: usize, published: &Published) -> Result<(), Cli
         }
         return Ok(());
     };
-    let found = slab_sum(published.slab())?;
+    let found = maru::transfer::checksum(published.slab())?;
     match found == wanted {
         true => Ok(()),
         false => Err(CliError::Mismatch(format!(

@@ -161,3 +161,135 @@ impl<'a> Image<'a> {
         usize::try_from(token / self.shape.block_size).ok().and_then(|i| self.blocks.get(i)).copied()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::CacheLayout;
+    use maru::Config;
+    use maru::transfer::TransferEngine;
+    use maru::transfer::config::DeviceChoice;
+    use maru::transfer::profile::Profile;
+
+    /// Three layers, two heads of three bf16, blocks of four; ten tokens in blocks 4, 0 and 2 of six.
+    struct Setting {
+        shape: Shape,
+        prompt: Prompt,
+        cache: Cache,
+    }
+
+    const BLOCKS: [u64; 3] = [4, 0, 2];
+    const TEXT: &str = "name='s'\nmodel='m'\nlayers=3\nkv_heads=2\nhead_size=3\ndtype='bf16'\nblock_size=4";
+
+    impl Setting {
+        fn new(layout: CacheLayout) -> Self {
+            let shape = Shape::new(&Profile::from_toml_str(TEXT, "test").unwrap(), 10, layout).unwrap();
+            let mut config = Config::default();
+            config.transfer.device = DeviceChoice::Host;
+            let cache = Cache::new(TransferEngine::open(&config).unwrap(), &shape).unwrap();
+            let mut setting = Setting { shape, prompt: Prompt::new("x", 10), cache };
+            let image = Image::new(&setting.shape, &setting.prompt, &BLOCKS, 5);
+            for layer in 0..3 {
+                image.write(&mut setting.cache, layer, true).unwrap();
+            }
+            setting
+        }
+
+        fn image(&self) -> Image<'_> {
+            Image::new(&self.shape, &self.prompt, &BLOCKS, 5)
+        }
+
+        fn flip(&mut self, offset: u64) {
+            let mut byte = [0];
+            self.cache.read(offset, &mut byte).unwrap();
+            self.cache.write(offset, &[byte[0] ^ 1]).unwrap();
+        }
+
+        fn row(&self, layer: u64, kv: u64, token: u64, head: u64) -> u64 {
+            let block = BLOCKS[usize::try_from(token / 4).unwrap()];
+            self.shape.block_offset(layer, block) + self.shape.row_offset(kv, token % 4, head)
+        }
+
+        fn swap(&mut self, a: u64, b: u64) {
+            let (mut x, mut y) = ([0; 6], [0; 6]);
+            self.cache.read(a, &mut x).unwrap();
+            self.cache.read(b, &mut y).unwrap();
+            self.cache.write(a, &y).unwrap();
+            self.cache.write(b, &x).unwrap();
+        }
+    }
+
+    const LAYOUTS: [CacheLayout; 3] = [CacheLayout::Nhd, CacheLayout::Hnd, CacheLayout::Fused];
+
+    #[test]
+    fn what_was_written_is_found() {
+        for layout in LAYOUTS {
+            let setting = Setting::new(layout);
+            for layer in 0..3 {
+                assert_eq!(setting.image().check(&setting.cache, layer).unwrap(), (None, None));
+            }
+        }
+    }
+
+    #[test]
+    fn every_flipped_byte_of_the_tokens_is_named() {
+        for layout in LAYOUTS {
+            let mut setting = Setting::new(layout);
+            for token in 0..10 {
+                for (kv, head, byte) in [(0, 0, 0), (1, 1, 5), (0, 1, 3), (1, 0, 2)] {
+                    let at = setting.row(1, kv, token, head) + byte;
+                    setting.flip(at);
+                    let wanted = Difference { layer: 1, kv, token, head, byte };
+                    assert_eq!(setting.image().check(&setting.cache, 1).unwrap(), (Some(wanted), None));
+                    setting.flip(at);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_that_changed_places_are_found() {
+        for layout in LAYOUTS {
+            let mut setting = Setting::new(layout);
+            let here = setting.row(1, 0, 5, 0);
+            for there in [
+                setting.row(1, 1, 5, 0),
+                setting.row(1, 0, 5, 1),
+                setting.row(1, 0, 6, 0),
+                setting.row(1, 0, 1, 0),
+                setting.row(1, 0, 9, 1),
+                setting.row(2, 0, 5, 0),
+            ] {
+                setting.swap(here, there);
+                assert!(setting.image().check(&setting.cache, 1).unwrap().0.is_some(), "{layout:?} {there}");
+                setting.swap(here, there);
+                assert_eq!(setting.image().check(&setting.cache, 1).unwrap(), (None, None));
+            }
+        }
+    }
+
+    #[test]
+    fn a_cache_that_nothing_was_loaded_into_is_wrong_everywhere() {
+        let mut setting = Setting::new(CacheLayout::Nhd);
+        let image = Image::new(&setting.shape, &setting.prompt, &BLOCKS, 5);
+        image.write(&mut setting.cache, 0, false).unwrap();
+        let first = Difference { layer: 0, kv: 0, token: 0, head: 0, byte: 0 };
+        let (found, stray) = image.check(&setting.cache, 0).unwrap();
+        assert_eq!((found.map(|d| Difference { byte: 0, ..d }), stray), (Some(first), None));
+    }
+
+    #[test]
+    fn bytes_outside_the_slots_are_watched() {
+        let mut setting = Setting::new(CacheLayout::Hnd);
+        let spare = setting.shape.block_offset(1, 3) + 7;
+        // Tokens 10 and 11 of the last block are not the prompt's.
+        let tail = setting.shape.block_offset(1, 2) + setting.shape.row_offset(1, 3, 1);
+        let gap = 2 * setting.shape.layer_stride - 1;
+        for at in [spare, tail, gap] {
+            setting.flip(at);
+            let stray = Stray { layer: 1, byte: at - setting.shape.layer_stride };
+            assert_eq!(setting.image().check(&setting.cache, 1).unwrap(), (None, Some(stray)));
+            setting.flip(at);
+        }
+    }
+}

@@ -129,8 +129,47 @@ pub(crate) fn slab_bytes(shape: &Shape, tokens: u64) -> u64 {
 /// Bytes from the start of a pool's file that hold `count` slabs of `slab_bytes` and everything before them.
 pub(crate) fn pool_bytes(slab_bytes: u64, count: u64) -> Option<u64> {
     const PAGE: u64 = 4096;
-    // The pool's directory takes two to four entries of 128 bytes a slab behind two pages of headers.
-    let directory = count.checked_mul(4 * 128)?.checked_add(4 * PAGE)?.checked_next_multiple_of(PAGE)?;
+    // The pool's directory takes two to four entries of 128 bytes a slab behind two pages of headers, as many as
+    // if its own bytes were slabs too: a fifth one allows for that.
+    let directory = count.checked_mul(5 * 128)?.checked_add(8 * PAGE)?.checked_next_multiple_of(PAGE)?;
     let data = slab_bytes.checked_next_multiple_of(PAGE)?.checked_mul(count)?;
     data.checked_add(directory).filter(|n| *n <= i64::MAX.unsigned_abs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use maru::cxl::{CreateOptions, DaxDevice, MapOptions, Mapping, PoolOptions, Region, SlabPool};
+
+    #[test]
+    fn a_pool_file_holds_the_slabs_it_was_sized_for() {
+        let dir = tempfile::tempdir().unwrap();
+        for (slab_bytes, count) in [
+            (1, 1),
+            (4096, 1),
+            (4097, 3),
+            (64, 1000),
+            (1, 1023),
+            (1, 1025),
+            (5000, 511),
+            (4096, 5000),
+            (100_000, 33),
+            (1 << 20, 7),
+        ] {
+            let path = dir.path().join("pool");
+            let bytes = pool_bytes(slab_bytes, count).unwrap();
+            let device = DaxDevice::create_file(&path, bytes, CreateOptions { replace: true }).unwrap();
+            let region = Region::new(Mapping::map(&device, &MapOptions::default()).unwrap());
+            let pool =
+                SlabPool::create(region, PoolOptions { slab_bytes, ..PoolOptions::default() }).unwrap();
+            assert!(pool.slab_count() >= count, "{slab_bytes} x {count}: {}", pool.slab_count());
+        }
+    }
+
+    #[test]
+    fn sizes_beyond_63_bits_are_none() {
+        assert_eq!(pool_bytes(u64::MAX, 1), None);
+        assert_eq!(pool_bytes(1 << 62, 2), None);
+        assert_eq!(pool_bytes(4096, u64::MAX / 4096), None);
+    }
 }

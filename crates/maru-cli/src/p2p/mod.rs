@@ -8,6 +8,7 @@ mod cache;
 mod child;
 mod consumer;
 mod content;
+mod device;
 mod image;
 mod job;
 mod parent;
@@ -23,9 +24,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use maru::Config;
-use maru::cxl::{DaxDevice, Slab};
+use maru::cxl::DaxDevice;
 use maru::transfer::config::{BackendChoice, DeviceChoice};
-use xxhash_rust::xxh3::Xxh3;
 
 use crate::args::{P2pArgs, RoleArg};
 use crate::error::CliError;
@@ -218,21 +218,4 @@ impl Cleanup {
     fn remove_on_signal(&self, device: Option<DaxDevice>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = device;
     }
-}
-
-/// XXH3-64 of a slab's bytes.
-fn slab_sum(slab: &Slab) -> Result<u64, CliError> {
-    const STEP: u64 = 1 << 20;
-    let mut hash = Xxh3::new();
-    let mut buffer = vec![0; usize::try_from(STEP.min(slab.len())).unwrap_or(0)];
-    let mut at = 0;
-    while at < slab.len() {
-        let step = usize::try_from(STEP.min(slab.len() - at)).unwrap_or(0);
-        if let Some(part) = buffer.get_mut(..step) {
-            slab.read_at(at, part)?;
-            hash.update(part);
-        }
-        at += step as u64;
-    }
-    Ok(hash.digest())
 }

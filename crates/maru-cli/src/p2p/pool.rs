@@ -1,11 +1,13 @@
 //! The pool's file or device: made, opened, and removed again.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use maru::Config;
+use maru::Place;
 use maru::cxl::{
-    Coherence, CreateOptions, CxlError, DaxDevice, MapOptions, Mapping, OpenOptions, PoolOptions, Region,
-    SlabPool, Uuid,
+    Coherence, CreateOptions, CudaRegistrar, CxlError, DaxDevice, MapOptions, Mapping, OpenOptions,
+    PoolOptions, Region, SlabPool, Uuid,
 };
 use maru::transfer::config::CoherenceKind;
 
@@ -86,13 +88,14 @@ pub(crate) fn open_for_writing(
     job: &Job,
     config: &Config,
     slab_bytes: u64,
+    place: Place,
     progress: impl Fn(u64, u64) + Send + Sync + 'static,
 ) -> Result<SlabPool, CliError> {
     let region = map(device, job, config, false, config.cxl.prefault, progress)?;
     let coherence = coherence(config);
     let create = PoolOptions { slab_bytes, entries: 0, force: job.force, coherence };
     if job.fresh || job.force {
-        return Ok(SlabPool::create(region, create)?);
+        return registered(SlabPool::create(region, create)?, config, place);
     }
     let open = OpenOptions { writable: true, force: false, coherence };
     let pool = match SlabPool::open(region.clone(), open) {
@@ -109,18 +112,30 @@ pub(crate) fn open_for_writing(
             job.pool.display()
         )));
     }
+    registered(pool, config, place)
+}
+
+/// Registers the pool with the device of the caches, if they are on one.
+pub(crate) fn registered(pool: SlabPool, config: &Config, place: Place) -> Result<SlabPool, CliError> {
+    if let (Place::Cuda(device), true) = (place, config.cxl.register) {
+        let registrar = CudaRegistrar::open(usize::try_from(device).unwrap_or(usize::MAX))?;
+        pool.register(Arc::new(registrar), config.cxl.register_piece, config.cxl.require_registration)?;
+    }
     Ok(pool)
 }
 
-/// Maps the pool for the consumer, which cannot change it.
+/// Maps the pool for the consumer, which cannot change it (where its device can work so).
 pub(crate) fn open_for_reading(
     job: &Job,
     config: &Config,
     prefault: bool,
+    place: Place,
     progress: impl Fn(u64, u64) + Send + Sync + 'static,
 ) -> Result<SlabPool, CliError> {
     let device = DaxDevice::open(&job.pool)?;
-    let region = map(&device, job, config, true, prefault, progress)?;
+    // Not every driver registers memory that is mapped for reading only.
+    let read_only = place == Place::Host;
+    let region = map(&device, job, config, read_only, prefault, progress)?;
     let open = OpenOptions { writable: false, force: false, coherence: coherence(config) };
     Ok(SlabPool::open(region, open)?)
 }
@@ -138,7 +153,7 @@ fn map(
         len: job.size,
         prefault,
         prefault_threads: usize::try_from(config.cxl.prefault_threads).unwrap_or(0),
-        progress: Some(std::sync::Arc::new(progress)),
+        progress: Some(Arc::new(progress)),
         read_only,
     };
     Ok(Region::new(Mapping::map(device, &options)?))

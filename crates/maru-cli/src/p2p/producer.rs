@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use maru::cxl::{DaxDevice, PooledSlab, SlabPool};
-use maru::transfer::config::ChecksumKind;
 use maru::transfer::{ChunkKey, TransferEngine};
 
 use crate::error::CliError;
@@ -14,7 +13,6 @@ use crate::p2p::image::Image;
 use crate::p2p::job::{Job, Plan, slab_bytes};
 use crate::p2p::pool;
 use crate::p2p::protocol::{Phase, Reporter, Stored, Transfers};
-use crate::p2p::slab_sum;
 
 /// A prompt that is stored. Holds the pool open for writing.
 #[derive(Debug)]
@@ -29,12 +27,13 @@ impl Producer {
     pub(crate) fn run(job: &Job, device: &DaxDevice, reporter: &Arc<Reporter>) -> Result<Self, CliError> {
         let plan = Plan::new(job, content::random_seed())?;
         let engine = TransferEngine::open(&plan.config)?;
-        let mut cache = Cache::new(engine, &plan.shape)?;
+        let mut cache = Cache::new(engine.clone(), &plan.shape)?;
         let keys = plan.keys(&cache)?;
 
         let mapping = Arc::clone(reporter);
         let mapped = move |done, total| mapping.progress(Phase::Mapping, done, total);
-        let pool = pool::open_for_writing(device, job, &plan.config, plan.slab_bytes(), mapped)?;
+        let pool =
+            pool::open_for_writing(device, job, &plan.config, plan.slab_bytes(), cache.place(), mapped)?;
         make_room(&pool, &keys, job)?;
 
         let image = Image::new(&plan.shape, &plan.prompt, &plan.blocks, content::random_seed());
@@ -57,10 +56,7 @@ impl Producer {
             let begun = Instant::now();
             let moved = cache.store(chunk.slots.clone(), &span)?;
             tally.add(moved, begun.elapsed());
-            let checksum = match plan.config.transfer.checksum {
-                ChecksumKind::None => None,
-                _ => Some(slab_sum(&span)?),
-            };
+            let checksum = engine.checksum(&span)?;
             let fingerprint = cache.slab_layout(tokens)?.fingerprint();
             pool.publish(&slab, &key.0, len, fingerprint.0, checksum)?;
             slabs.push((slab, len));
@@ -138,7 +134,7 @@ impl Tally {
             seconds: self.time.as_secs_f64(),
             backend: self.last.map_or("none", |m| m.backend).to_owned(),
             strategy: self.last.map_or("none", |m| m.strategy).to_owned(),
-            device: cache.device(),
+            device: cache.place().to_string(),
         }
     }
 }
