@@ -40,7 +40,7 @@ fn main() {
         black_box(buffer);
     };
     let nothing = || {};
-    let mut row = |name: &str, before: &dyn Fn(), run: &dyn Fn()| {
+    let row = |name: &str, before: &dyn Fn(), run: &dyn Fn()| {
         let mut times: Vec<f64> = (0..rounds)
             .map(|_| {
                 before();

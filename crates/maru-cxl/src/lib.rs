@@ -66,7 +66,8 @@ mod slab;
 
 pub use coherence::Coherence;
 pub use device::{
-    CreateOptions, DaxDevice, DaxInfo, DeviceId, DeviceKind, Mode, PoolExtent, check_pool_overlaps,
+    CreateOptions, DaxDevice, DaxInfo, DeviceId, DeviceKind, Mode, PhysicalRange, PoolExtent,
+    check_pool_overlaps,
 };
 pub use directory::{
     Creator, DIRECTORY_HEADER_BYTES, DIRECTORY_MAGIC, DIRECTORY_VERSION, ENTRY_BYTES, Entry, PoolInfo,

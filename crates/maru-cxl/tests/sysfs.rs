@@ -7,7 +7,9 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use maru_cxl::{CxlError, DaxDevice, DeviceKind, HeaderState, MapOptions, Mapping, Mode, Region};
+use maru_cxl::{
+    CxlError, DaxDevice, DeviceKind, HeaderState, MapOptions, Mapping, Mode, PhysicalRange, Region,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -171,6 +173,10 @@ fn scanning_lists_every_device_with_what_is_wrong_with_it() {
     sysfs.add("dax10.0", "1:50", "67108864", "2097152", Some("kmem"));
     sysfs.add("dax2.0", "1:51", "-1", "2097152", Some("device_dax"));
     sysfs.add("dax3.0", "1:52", "67108864", "2097152", Some("device_dax"));
+    let mapping = sysfs.device("dax0.0").join("mapping0");
+    fs::create_dir(&mapping).unwrap();
+    fs::write(mapping.join("start"), "0x100000000\n").unwrap();
+    fs::write(mapping.join("end"), "0x103ffffff\n").unwrap();
     let dev = common::scratch();
     symlink("/dev/zero", dev.path().join("dax0.0")).unwrap();
     let found = DaxDevice::scan_with_roots(sysfs.path(), dev.path()).unwrap();
@@ -179,6 +185,8 @@ fn scanning_lists_every_device_with_what_is_wrong_with_it() {
     assert_eq!((found[0].size, found[0].align), (Some(64 * MIB), Some(2 * MIB)));
     assert_eq!(found[0].problems, Vec::<String>::new());
     assert_eq!(found[0].header, Some(HeaderState::Blank));
+    assert_eq!(found[0].ranges, [PhysicalRange { start: 0x1_0000_0000, end: 0x1_03ff_ffff }]);
+    assert!(found[1].ranges.is_empty());
     assert_eq!(found[0].path, dev.path().join("dax0.0"));
     assert!(found[1].problems[0].contains("\"-1\""), "{:?}", found[1].problems);
     assert_eq!(found[1].size, None);

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 pub use self::file::CreateOptions;
 pub use self::scan::DaxInfo;
-pub use self::sysfs::Mode;
+pub use self::sysfs::{Mode, PhysicalRange};
 
 use crate::error::{CxlError, io_error};
 use crate::num::{PAGE, overlaps};
@@ -141,12 +141,13 @@ impl DaxDevice {
             return Err(CxlError::WrongFileType { path: path.to_owned(), found: describe_type(&metadata) });
         }
         let len = metadata.len();
-        if len < PAGE || i64::try_from(len).is_err() {
+        let align = file_align(&file);
+        if len < align || i64::try_from(len).is_err() {
             return Err(CxlError::BadAttribute {
                 source_path: path.to_owned(),
                 what: "file size",
                 found: len.to_string(),
-                expected: "at least one page of 4096 bytes is expected",
+                expected: "at least one page is expected (4096 bytes; on hugetlbfs one huge page)",
             });
         }
         if writable {
@@ -160,7 +161,7 @@ impl DaxDevice {
                 kind: DeviceKind::File,
                 id,
                 len,
-                align: PAGE,
+                align,
                 numa_node: None,
                 target_node: None,
                 writable,
@@ -215,7 +216,8 @@ impl DaxDevice {
         self.inner.len
     }
 
-    /// Unit of mapping in bytes: 4096 for files; 4 KiB, 2 MiB or 1 GiB for devices.
+    /// Unit of mapping in bytes: 4096 for files (on hugetlbfs the size of its pages); 4 KiB, 2 MiB or 1 GiB for
+    /// devices.
     pub fn align(&self) -> u64 {
         self.inner.align
     }
@@ -337,12 +339,23 @@ fn describe_type(metadata: &Metadata) -> &'static str {
     }
 }
 
+/// Files map in pages; those of hugetlbfs in its huge pages, whose size it gives as its block size.
+fn file_align(file: &File) -> u64 {
+    let Ok(stat) = rustix::fs::fstatfs(file) else { return PAGE };
+    match u64::try_from(stat.f_bsize) {
+        Ok(size) if stat.f_type == HUGETLBFS && size.is_power_of_two() && size > PAGE => size,
+        _ => PAGE,
+    }
+}
+
+const HUGETLBFS: i64 = 0x9584_58f6;
+
 /// Names of file systems by their magic number (statfs(2)), as far as they matter to host registration.
 fn file_system(file: &File) -> Option<&'static str> {
     let magic = rustix::fs::fstatfs(file).ok()?.f_type;
     Some(match magic {
         0x0102_1994 => "tmpfs",
-        0x9584_58f6 => "hugetlbfs",
+        HUGETLBFS => "hugetlbfs",
         0xef53 => "ext2/3/4",
         0x5846_5342 => "xfs",
         0x9123_683e => "btrfs",

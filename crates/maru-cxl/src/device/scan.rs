@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use super::sysfs::PhysicalRange;
 use super::{DaxDevice, Mode, sysfs};
 use crate::error::{CxlError, io_error};
 use crate::header::{DeviceHeader, HeaderState};
@@ -28,6 +29,8 @@ pub struct DaxInfo {
     pub numa_node: Option<i32>,
     /// NUMA node it would be as RAM.
     pub target_node: Option<i32>,
+    /// Its physical address ranges, where this user may read them.
+    pub ranges: Vec<PhysicalRange>,
     /// What the first bytes say; `None` when they could not be read.
     pub header: Option<HeaderState>,
     /// What is wrong with the device, one sentence each; empty when it is ready to use.
@@ -63,6 +66,7 @@ fn examine(link: &Path, sysfs_root: &Path, dev_root: &Path) -> DaxInfo {
     let path = dev_root.join(&name);
     let mut info = DaxInfo {
         mode: sysfs::mode(&dir),
+        ranges: sysfs::ranges(&dir),
         name,
         path,
         size: None,

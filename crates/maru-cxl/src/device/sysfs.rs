@@ -35,6 +35,15 @@ impl Mode {
     }
 }
 
+/// A physical address range of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PhysicalRange {
+    /// First address.
+    pub start: u64,
+    /// Last address.
+    pub end: u64,
+}
+
 /// Attributes of one dax device, read once.
 #[derive(Debug, Clone)]
 pub(crate) struct Attributes {
@@ -117,6 +126,20 @@ fn bad(dir: &Path, what: &'static str, found: String, expected: &'static str) ->
 fn node(dir: &Path, attribute: &str) -> Option<i32> {
     let text = fs::read_to_string(dir.join(attribute)).ok()?;
     text.trim().parse().ok().filter(|&node: &i32| node >= 0)
+}
+
+/// The physical ranges of a device, where they may be read: `mapping0`, `mapping1`, ... For reading by people; a
+/// device may have several, so nothing may be computed from the first.
+pub(crate) fn ranges(dir: &Path) -> Vec<PhysicalRange> {
+    let address = |index: usize, name: &str| {
+        let text = fs::read_to_string(dir.join(format!("mapping{index}/{name}"))).ok()?;
+        u64::from_str_radix(text.trim().strip_prefix("0x")?, 16).ok()
+    };
+    (0..)
+        .map_while(|index| {
+            Some(PhysicalRange { start: address(index, "start")?, end: address(index, "end")? })
+        })
+        .collect()
 }
 
 /// Turns the error of `open(2)` on a device into ours.

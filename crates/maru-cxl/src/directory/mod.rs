@@ -92,8 +92,40 @@ impl SlabDirectory {
             return Err(not_a_pool(format!("the region has only {} bytes", region.len())));
         };
         let bytes = read_header(&place)?;
-        let info = PoolInfo::parse(&bytes, offset, region.len()).map_err(not_a_pool)?;
+        let info = match PoolInfo::parse(&bytes, offset, region.len()) {
+            Ok(info) => info,
+            Err(reason) => {
+                return Err(not_a_pool(match Self::under_other_alignment(&region)? {
+                    None => reason,
+                    Some(info) => format!(
+                        "the pool on it was made when the device's alignment was {}, now it is {offset}; set the \
+                         alignment back",
+                        info.directory_offset
+                    ),
+                }));
+            }
+        };
         Ok(Self { region, info, coherence })
+    }
+
+    /// A pool that was made when the device had another alignment: its directory is then in another place.
+    pub(crate) fn under_other_alignment(region: &Region) -> Result<Option<PoolInfo>, CxlError> {
+        for offset in Self::other_places(region) {
+            let bytes = read_header(&region.slab(offset, HEADER_BYTES as u64)?)?;
+            if let Ok(info) = PoolInfo::parse(&bytes, offset, u64::MAX) {
+                return Ok(Some(info));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Where the directory would be under each other alignment that devices have.
+    fn other_places(region: &Region) -> impl Iterator<Item = u64> + use<> {
+        let (unit, len) = (region.header_unit(), region.len());
+        let places = [4 << 10, 2 << 20, 1 << 30];
+        places
+            .into_iter()
+            .filter(move |&place| unit != 0 && place != unit && place + HEADER_BYTES as u64 <= len)
     }
 
     /// Whether the place of the directory header is all zero, as in fresh memory.
@@ -122,11 +154,18 @@ impl SlabDirectory {
         Ok(Self { region, info, coherence })
     }
 
-    /// Makes an existing directory unrecognisable before it is replaced, so that its readers stop.
+    /// Makes an existing directory unrecognisable before it is replaced, so that its readers stop; one under
+    /// another alignment as well, or it would be taken for a pool when that alignment is set again.
     pub(crate) fn wipe(region: &Region) -> Result<(), CxlError> {
-        let magic = region.slab(region.header_unit(), 8)?;
-        magic.write_at(0, &[0; 8])?;
-        magic.flush();
+        let mut places = vec![region.header_unit()];
+        if let Some(info) = Self::under_other_alignment(region)? {
+            places.push(info.directory_offset);
+        }
+        for place in places {
+            let magic = region.slab(place, 8)?;
+            magic.write_at(0, &[0; 8])?;
+            magic.flush();
+        }
         coherence::publish();
         Ok(())
     }

@@ -1,55 +1,32 @@
 //! Pools: a region cut into slabs of one size, with a directory that says what is published.
 
+mod found;
+mod label;
 pub(crate) mod lock;
 mod process;
 mod state;
 
 use std::collections::HashMap;
-use std::ops::Deref;
 use std::sync::{Arc, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+pub use self::found::{OpenOptions, PoolOptions, PoolStats, PooledSlab, Published};
 pub use self::process::Liveness;
 pub(crate) use self::state::Lease;
 
+use self::label::{check_label, label, refuse_existing};
 use self::lock::WriterLock;
 use self::state::Ledger;
 use crate::coherence::{self, Coherence};
 use crate::directory::{Body, Entry, EntryState, PoolInfo, SlabDirectory, key_text};
 use crate::error::CxlError;
-use crate::header::{DEVICE_VERSION, DeviceHeader, HeaderState, Uuid};
-use crate::num::hex;
+use crate::header::Uuid;
 use crate::region::Region;
 use crate::registration::{HostRegistrar, RegisterOptions, RegisterOutcome};
 use crate::slab::Slab;
 
 /// How often a lookup starts over because the entry it found was withdrawn meanwhile.
 const LOOKUP_RETRIES: usize = 64;
-
-/// Options of [`SlabPool::create`].
-#[derive(Debug, Clone, Copy, Default)]
-pub struct PoolOptions {
-    /// Bytes of one slab. Required.
-    pub slab_bytes: u64,
-    /// Directory entries; 0 is automatic: at least one per slab, usually two to four.
-    pub entries: u64,
-    /// Replace whatever is there: another pool, a damaged one, foreign data. A pool with a live writer is
-    /// refused all the same.
-    pub force: bool,
-    /// What to do about CPU caches.
-    pub coherence: Coherence,
-}
-
-/// Options of [`SlabPool::open`].
-#[derive(Debug, Clone, Copy, Default)]
-pub struct OpenOptions {
-    /// Open for writing: allocate, publish, withdraw. One process at a time.
-    pub writable: bool,
-    /// Accept a directory whose device header is missing, foreign or of another device.
-    pub force: bool,
-    /// What to do about CPU caches.
-    pub coherence: Coherence,
-}
 
 /// A pool of equal slabs. Cheap to clone; safe to use from several threads.
 ///
@@ -71,104 +48,6 @@ struct Shared {
 struct Writer {
     ledger: Arc<Ledger>,
     lock: Arc<WriterLock>,
-}
-
-/// An allocated slab. Dereferences to [`Slab`].
-///
-/// It returns to the pool when the last handle to it is gone, freed or not, unless it is published: forgetting to
-/// free leaks nothing, and freeing too early cannot hand a slab to somebody else under a running transfer.
-#[derive(Debug, Clone)]
-pub struct PooledSlab {
-    slab: Slab,
-    lease: Arc<Lease>,
-}
-
-impl PooledSlab {
-    /// Index of the slab in its pool.
-    pub fn index(&self) -> u64 {
-        self.lease.index()
-    }
-
-    /// The slab itself; clones of it keep its place in the pool.
-    pub fn slab(&self) -> &Slab {
-        &self.slab
-    }
-}
-
-impl Deref for PooledSlab {
-    type Target = Slab;
-
-    fn deref(&self) -> &Slab {
-        &self.slab
-    }
-}
-
-/// A published slab, as found by a reader.
-///
-/// In the writer's own process the slab is kept from reuse while this lives. Elsewhere the writer knows nothing
-/// of its readers: copy, then ask [`Published::still_valid`], and drop what was copied if it is not.
-#[derive(Debug, Clone)]
-pub struct Published {
-    slab: Slab,
-    entry: Entry,
-    directory: SlabDirectory,
-}
-
-impl Published {
-    /// The published bytes; exactly [`Published::len`] of them.
-    pub fn slab(&self) -> &Slab {
-        &self.slab
-    }
-
-    /// Bytes that were published.
-    #[allow(clippy::len_without_is_empty, reason = "nothing empty can be published")]
-    pub fn len(&self) -> u64 {
-        self.entry.len
-    }
-
-    /// Fingerprint of the slab's geometry and element type.
-    pub fn fingerprint(&self) -> u64 {
-        self.entry.fingerprint
-    }
-
-    /// Checksum of the bytes, if the publisher made one.
-    pub fn checksum(&self) -> Option<u64> {
-        self.entry.checksum
-    }
-
-    /// Sequence of the entry when it was found.
-    pub fn sequence(&self) -> u64 {
-        self.entry.sequence
-    }
-
-    /// The directory entry.
-    pub fn entry(&self) -> &Entry {
-        &self.entry
-    }
-
-    /// Whether what was read from the slab up to now was what the key named: the entry is still the one found.
-    /// A copy made by a device must have completed before this is asked.
-    pub fn still_valid(&self) -> bool {
-        self.directory.still_valid(&self.entry)
-    }
-}
-
-/// How a pool is used. For a reader only `slabs`, `entries` and `published` are known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PoolStats {
-    /// Slabs there are.
-    pub slabs: u64,
-    /// Free now.
-    pub free: u64,
-    /// Allocated and not published, or freed and still in use by a handle.
-    pub held: u64,
-    /// Published.
-    pub published: u64,
-    /// Never handed out because they cross registered pieces.
-    pub unusable: u64,
-    /// Directory entries there are.
-    pub entries: u64,
 }
 
 impl SlabPool {
@@ -587,62 +466,4 @@ fn take_published(
         taken.insert(body.slab, (lease, index));
     }
     taken
-}
-
-/// Refuses to create over anything that is not blank.
-fn refuse_existing(region: &Region) -> Result<(), CxlError> {
-    if SlabDirectory::is_blank(region)? {
-        return Ok(());
-    }
-    let directory = SlabDirectory::open(region.clone(), Coherence::None)?;
-    let info = directory.info();
-    Err(CxlError::PoolExists {
-        backing: region.backing().to_owned(),
-        uuid: info.uuid.to_string(),
-        creator_pid: info.creator.pid,
-        liveness: process::liveness(&info.creator).describe(),
-    })
-}
-
-/// The device's UUID, labelling a blank device on the way.
-fn label(region: &Region, force: bool) -> Result<Uuid, CxlError> {
-    if region.header_unit() == 0 {
-        return Ok(Uuid::default());
-    }
-    match DeviceHeader::read(region)? {
-        HeaderState::Present(header) => return Ok(header.uuid),
-        HeaderState::Foreign(start) if !force => return Err(foreign(region, &start)),
-        HeaderState::Blank | HeaderState::Foreign(_) => {}
-    }
-    let header = DeviceHeader { version: DEVICE_VERSION, uuid: Uuid::random()? };
-    header.write(region)?;
-    Ok(header.uuid)
-}
-
-/// Checks that the device header belongs to the pool.
-fn check_label(directory: &SlabDirectory, force: bool) -> Result<(), CxlError> {
-    let region = directory.region();
-    if region.header_unit() == 0 || force {
-        return Ok(());
-    }
-    let reason = match DeviceHeader::read(region)? {
-        HeaderState::Foreign(start) => return Err(foreign(region, &start)),
-        HeaderState::Blank => "the device header is missing".to_owned(),
-        HeaderState::Present(header) if header.uuid != directory.info().device_uuid => format!(
-            "the pool was made on device {}, but the header says {}; it is left over from before the device was \
-             labelled anew",
-            directory.info().device_uuid,
-            header.uuid
-        ),
-        HeaderState::Present(_) => return Ok(()),
-    };
-    Err(CxlError::NotAPool {
-        backing: region.backing().to_owned(),
-        offset: directory.info().directory_offset,
-        reason,
-    })
-}
-
-fn foreign(region: &Region, start: &[u8; 16]) -> CxlError {
-    CxlError::ForeignHeader { backing: region.backing().to_owned(), found: hex(start) }
 }

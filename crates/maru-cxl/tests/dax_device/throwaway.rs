@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use maru_cxl::{CreateOptions, CxlError, DaxDevice, MapOptions, Mapping, Region};
+use maru_cxl::{
+    CreateOptions, CxlError, DaxDevice, MapOptions, Mapping, OpenOptions, PoolOptions, Region, SlabPool,
+};
 
 use crate::ClosedCase;
 
@@ -14,6 +16,8 @@ pub(crate) const CASES: &[ClosedCase] = &[
     ("throwaway::c22_permission_denied_is_said_as_such", permission),
     ("throwaway::c22_an_unbound_device_is_explained", unbound),
     ("throwaway::every_alignment_the_kernel_offers_works", alignments),
+    ("throwaway::a_pool_made_under_another_alignment_is_found_out", realigned),
+    ("throwaway::files_on_hugetlbfs_map_in_huge_pages", huge),
 ];
 
 /// A tmpfs of 4 MiB, unmounted when dropped.
@@ -122,17 +126,69 @@ fn rebind(name: &str) {
     }
 }
 
-fn alignments(path: &Path) {
+fn set_align(path: &Path, align: u64) {
     let name = name(path);
+    unbind(&name);
+    fs::write(format!("/sys/bus/dax/devices/{name}/align"), align.to_string()).unwrap();
+    rebind(&name);
+}
+
+fn alignments(path: &Path) {
     let before = DaxDevice::open(path).unwrap().align();
     for align in [4096, before] {
-        unbind(&name);
-        fs::write(format!("/sys/bus/dax/devices/{name}/align"), align.to_string()).unwrap();
-        rebind(&name);
+        set_align(path, align);
         let now = DaxDevice::open(path).unwrap();
         assert_eq!(now.align(), align);
         let mapping =
             Mapping::map(&now, &MapOptions { offset: align, len: align, ..MapOptions::default() }).unwrap();
         assert_eq!((mapping.offset(), mapping.len()), (align, align));
     }
+}
+
+fn map(path: &Path) -> Region {
+    Region::new(Mapping::map(&DaxDevice::open(path).unwrap(), &MapOptions::default()).unwrap())
+}
+
+fn realigned(path: &Path) {
+    let before = DaxDevice::open(path).unwrap().align();
+    let options = PoolOptions { slab_bytes: MIB, ..PoolOptions::default() };
+    let forced = PoolOptions { force: true, ..options };
+    let uuid = SlabPool::create(map(path), forced).unwrap().info().uuid;
+    set_align(path, 4096);
+    // The place of the directory is blank now, and yet this is no fresh memory.
+    map(path).slab(4096, 4096).unwrap().write_at(0, &[0; 4096]).unwrap();
+    match SlabPool::create(map(path), options).unwrap_err() {
+        CxlError::PoolExists { uuid: found, .. } => assert_eq!(found, uuid.to_string()),
+        other => panic!("{other}"),
+    }
+    let text = SlabPool::open(map(path), OpenOptions::default()).unwrap_err().to_string();
+    assert!(text.contains(&format!("alignment was {before}")), "{text}");
+    drop(SlabPool::create(map(path), forced).unwrap());
+    set_align(path, before);
+    // The old one was ended, so it does not come back.
+    assert!(SlabPool::open(map(path), OpenOptions::default()).is_err());
+}
+
+fn huge(_: &Path) {
+    const HUGE: u64 = 2 * MIB;
+    fs::write("/proc/sys/vm/nr_hugepages", "8").unwrap();
+    fs::create_dir_all("/tmp/huge").unwrap();
+    let mounted = Command::new("mount").args(["-t", "hugetlbfs", "hugetlbfs", "/tmp/huge"]).status().unwrap();
+    assert!(mounted.success());
+    let path = Path::new("/tmp/huge/pool");
+    let device = DaxDevice::create_file(path, 4 * HUGE, CreateOptions::default()).unwrap();
+    assert_eq!((device.align(), device.len()), (HUGE, 4 * HUGE));
+    let options = MapOptions { offset: 4096, ..MapOptions::default() };
+    assert!(matches!(Mapping::map(&device, &options), Err(CxlError::Misaligned { align: HUGE, .. })));
+    let options = PoolOptions { slab_bytes: MIB, ..PoolOptions::default() };
+    let pool = SlabPool::create(map(path), options).unwrap();
+    assert_eq!(pool.info().directory_offset, HUGE);
+    pool.alloc().unwrap().unwrap().write_at(0, &vec![1; 1 << 20]).unwrap();
+    drop((pool, device));
+    // More than there are pages is an error, not a signal.
+    let error = DaxDevice::create_file("/tmp/huge/more", 16 * HUGE, CreateOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), "no_space", "{error}");
+    fs::remove_file(path).unwrap();
+    assert!(Command::new("umount").arg("/tmp/huge").status().unwrap().success());
+    fs::write("/proc/sys/vm/nr_hugepages", "0").unwrap();
 }
