@@ -13,10 +13,12 @@ use crate::{FallbackError, Store};
 /// Most threads a mover takes.
 const MAX_THREADS: usize = 1024;
 
-/// Most threads that `0` stands for.
+/// Most threads that `0` stands for. One thread moves some 10 GB/s, so that one or two saturate a CXL expander
+/// and a handful a socket's memory; what is left of the cores belongs to the engine.
 const AUTO_THREADS: usize = 8;
 
-/// How far ahead of what is read is prefetched, in bytes read.
+/// How far ahead of what is read is prefetched, in bytes read: far enough that the start of the next block, which
+/// no hardware can guess, is there in time.
 const AHEAD: usize = 8192;
 
 /// What decides how a job is carried out. Every value moves the same bytes.
@@ -39,7 +41,10 @@ impl Default for Tuning {
     }
 }
 
-/// Moves jobs whose cache and slab are both in host memory.
+/// Moves jobs whose cache and slab are both in host memory, at about the speed of `memcpy`.
+///
+/// Any number of threads may use one mover at a time. Jobs below 1 MiB are copied with ordinary stores and stay
+/// in the caches; larger ones bypass them with the widest streaming stores this processor has.
 #[derive(Debug)]
 pub struct HostMover {
     threads: usize,
@@ -50,7 +55,11 @@ pub struct HostMover {
 }
 
 impl HostMover {
-    /// A mover that uses up to `threads` threads for a job, the caller's among them; 0 = as many as help.
+    /// A mover that uses up to `threads` threads for a job, the caller's among them; 0 = as many as help: one
+    /// for each processor available to this process, at most 8.
+    ///
+    /// The threads besides the caller's are started here, sleep between jobs and end with the mover. A job
+    /// uses one thread for every 2 MiB it moves, so that small ones wake nobody.
     ///
     /// # Errors
     /// [`FallbackError::TooManyThreads`] over 1024; [`FallbackError::Threads`] when the workers cannot be started.

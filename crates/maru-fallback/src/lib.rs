@@ -11,6 +11,7 @@
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("addresses and sizes of jobs are 64-bit");
 
+mod device;
 mod error;
 mod host;
 mod nest;
