@@ -9,8 +9,8 @@ use maru_layout::{
 
 use crate::cases::{Cache, Dims, Images, ORDERS, Rng, compare, random_slots};
 use crate::gpu::{Device, Gpu, Pinned, Stream};
+use crate::harness::{Body, text};
 use crate::layouts::{Case, Source};
-use crate::{Body, text};
 
 pub(crate) const BOTH: [Direction; 2] = [Direction::Gather, Direction::Scatter];
 

@@ -7,7 +7,7 @@ use maru_layout::{DType, Direction, SlotMapping};
 
 use crate::cases::{Cache, Dims, Images, ORDERS, Order, Rng, compare, job, random_slots};
 use crate::gpu::{Device, Gpu, Pinned, Stream, slot_bytes};
-use crate::{text, trial};
+use crate::harness::{text, trial};
 
 /// Bytes behind a 16-byte boundary of cache and slab, and the access width that leaves.
 const SHIFTS: [([usize; 2], u64); 6] =

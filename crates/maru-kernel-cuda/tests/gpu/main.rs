@@ -7,35 +7,21 @@ mod cases;
 mod edges;
 #[path = "../common/gpu.rs"]
 mod gpu;
+mod harness;
 mod layouts;
 mod ordering;
 mod runtime;
 
-use std::sync::{Arc, OnceLock};
-
-use libtest_mimic::{Arguments, Failed, Trial};
-
-use gpu::Gpu;
-
-type Body = fn(&Gpu) -> Result<(), Failed>;
-
-/// The device, opened once. A `OnceLock` would be dropped never, which is what a test process wants.
-static GPU: OnceLock<Arc<Gpu>> = OnceLock::new();
+use libtest_mimic::Arguments;
 
 fn main() {
     let mut arguments = Arguments::from_args();
-    // One device: trials that look at timing would disturb each other.
     arguments.test_threads = Some(1);
-    let opened = Gpu::open();
-    let mut trials = Vec::new();
-    for (name, body) in edges::TRIALS.into_iter().chain(ordering::TRIALS).chain(runtime::TRIALS) {
-        trials.push(trial(name.into(), body));
-    }
-    trials.extend(layouts::trials());
-    match opened {
+    let mut trials = harness::trials();
+    match gpu::Gpu::open() {
         Ok(gpu) => {
             eprintln!("image: {}", gpu.kernel.image());
-            let _ = GPU.set(Arc::new(gpu));
+            harness::run_on(gpu);
         }
         Err(error) => {
             let required = std::env::var("MARU_REQUIRE_GPU").is_ok_and(|v| !v.is_empty() && v != "0");
@@ -48,16 +34,4 @@ fn main() {
         }
     }
     libtest_mimic::run(&arguments, trials).exit();
-}
-
-fn trial(name: String, body: impl FnOnce(&Gpu) -> Result<(), Failed> + Send + 'static) -> Trial {
-    Trial::test(name, move || {
-        let gpu = GPU.get().ok_or("no device")?;
-        gpu.bind();
-        body(gpu)
-    })
-}
-
-fn text(error: impl std::fmt::Display) -> Failed {
-    Failed::from(error.to_string())
 }

@@ -10,7 +10,7 @@ use maru_layout::{CopyJob, CopyPlan, Direction, SlotMapping};
 use crate::cases::{Cache, Rng, compare, job, random_slots};
 use crate::edges::small;
 use crate::gpu::{Device, Gpu, Graph, Pinned, Stream, slot_bytes};
-use crate::{Body, text};
+use crate::harness::{Body, text};
 
 pub(crate) const TRIALS: [(&str, Body); 8] = [
     ("a_store_waits_for_the_slow_kernel_that_writes_its_pages", producer),

@@ -9,8 +9,8 @@ use maru_layout::{CopyJob, DType, Direction, JobRequest, SlabSpan, SlotMapping};
 
 use crate::cases::{Cache, Dims, ORDERS, Rng, compare, job, random_slots};
 use crate::gpu::{Device, Gpu, Pinned, Stream, cu};
+use crate::harness::{Body, text};
 use crate::ordering::Setup;
-use crate::{Body, text};
 
 pub(crate) const TRIALS: [(&str, Body); 8] = [
     ("availability_says_yes_and_no", available),
