@@ -27,8 +27,15 @@ use self::machine::{Machine, Report};
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
-const USAGE: &str = "usage: cargo xtask dax-vm [--machines 1|2|all] [--plant-failure] [--fetch-only] [--offline] \
-                     [--no-p2p]";
+const USAGE: &str = "\
+cargo xtask dax-vm [OPTIONS]: the tests of maru-cxl, and the main job, on a real device-dax node in virtual machines
+
+  --machines 1|2|all   one machine, two over one memory, or one after the other (default)
+  --plant-failure      add a case that fails; the verdict must then be FAIL
+  --no-p2p             leave the main job out
+  --fetch-only         download and unpack the packages, then stop
+  --offline            fail if packages are missing instead of downloading them
+  help                 this text";
 
 /// What to do.
 #[derive(Debug, Clone, Copy)]
@@ -62,7 +69,9 @@ impl Options {
                 "--fetch-only" => options.fetch_only = true,
                 "--offline" => options.offline = true,
                 "--no-p2p" => options.p2p = false,
-                other => return Err(format!("unknown argument {other:?}\n{USAGE}").into()),
+                other => {
+                    return Err(format!("unknown argument {other:?}; see cargo xtask dax-vm help").into());
+                }
             }
         }
         Ok(options)
@@ -71,6 +80,10 @@ impl Options {
 
 /// Runs the task. The error of a run whose verdict is FAIL says so.
 pub(crate) fn run(args: &[String]) -> Outcome {
+    if args.iter().any(|arg| matches!(arg.as_str(), "--help" | "-h" | "help")) {
+        println!("{USAGE}");
+        return Ok(());
+    }
     let options = Options::parse(args)?;
     let work = work_dir()?;
     let start = Instant::now();

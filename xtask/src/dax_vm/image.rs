@@ -9,7 +9,8 @@ use super::packages::Tools;
 
 /// Shell lines that run one program and report how it ended.
 pub(super) fn step(name: &str, command: &str) -> String {
-    format!("echo 'DAXVM-BEGIN: {name}'\n{command} 2>&1\necho \"DAXVM-END: {name} $?\"\n")
+    // Through a pipe: the console is a terminal, and nobody wants progress bars in a log.
+    format!("echo 'DAXVM-BEGIN: {name}'\n({command}; echo \"DAXVM-END: {name} $?\") 2>&1 | cat\n")
 }
 
 /// Writes an image whose first process runs the steps and switches the machine off.
