@@ -84,7 +84,7 @@ fn latent_rows_of_mla() {
         "mla.toml",
         "name='m'\nmodel='m'\nlayers=3\nkv_heads=1\nhead_size=36\nmla=true\ndtype='bf16'\nblock_size=8\n",
     );
-    good(&maru(&["p2p", "--json", "--tokens", "300", "--profile", &profile]));
+    good(&maru(&["p2p", "--device", "host", "--json", "--tokens", "300", "--profile", &profile]));
 }
 
 #[test]
@@ -98,14 +98,34 @@ fn odd_widths_and_single_token_blocks() {
         );
         let profile = place.file("odd.toml", &text);
         for layout in ["nhd", "hnd", "fused"] {
-            good(&maru(&["p2p", "--json", "--tokens", "270", "--profile", &profile, "--layout", layout]));
+            good(&maru(&[
+                "p2p",
+                "--device",
+                "host",
+                "--json",
+                "--tokens",
+                "270",
+                "--profile",
+                &profile,
+                "--layout",
+                layout,
+            ]));
         }
     }
 }
 
 #[test]
 fn a_built_in_profile() {
-    let value = good(&maru(&["p2p", "--json", "--tokens", "16", "--profile", "llama-3.1-8b-fp8"]));
+    let value = good(&maru(&[
+        "p2p",
+        "--device",
+        "host",
+        "--json",
+        "--tokens",
+        "16",
+        "--profile",
+        "llama-3.1-8b-fp8",
+    ]));
     assert_eq!(value["bytes"], 16 * 2 * 32 * 8 * 128);
 }
 

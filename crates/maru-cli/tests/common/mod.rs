@@ -98,10 +98,14 @@ impl Place {
         path
     }
 
-    /// `maru p2p` with the small profile.
+    /// `maru p2p` with the small profile, in host memory unless told otherwise.
     pub(crate) fn p2p(&self, arguments: &[&str]) -> Command {
         let mut command = command(&["p2p", "--profile", &self.path("small.toml")]);
         command.args(arguments);
+        // The same answers on a machine with a GPU.
+        if !arguments.contains(&"--device") {
+            command.args(["--device", "host"]);
+        }
         command
     }
 
