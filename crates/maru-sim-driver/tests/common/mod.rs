@@ -37,7 +37,7 @@ pub(crate) fn main(tests: Vec<(&'static str, fn(&Session))>) {
 }
 
 /// A table of test functions, named after themselves.
-#[macro_export]
+
 macro_rules! tests {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         vec![$((stringify!($name), $name as fn(&maru_sim_driver::Session))),*]
@@ -45,7 +45,7 @@ macro_rules! tests {
 }
 
 /// A driver call that must succeed.
-#[macro_export]
+
 macro_rules! ok {
     ($function:ident($($arg:expr),* $(,)?)) => {{
         // SAFETY: the simulator checks its arguments; out pointers are of locals.
@@ -55,7 +55,7 @@ macro_rules! ok {
 }
 
 /// The code of a driver call.
-#[macro_export]
+
 macro_rules! code {
     ($function:ident($($arg:expr),* $(,)?)) => {{
         // SAFETY: as for `ok`.

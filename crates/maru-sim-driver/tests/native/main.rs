@@ -1,9 +1,12 @@
 //! The native kernel, unchanged, on the simulated driver.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-#[path = "../../maru-kernel-cuda/tests/common/cases.rs"]
-mod cases;
+#[macro_use]
+#[path = "../common/mod.rs"]
 mod common;
+
+#[path = "../../../maru-kernel-cuda/tests/common/cases.rs"]
+mod cases;
 
 use maru_kernel_cuda::{LaunchOptions, PagedCopyKernel};
 use maru_layout::{DType, Direction, SlotMapping};
