@@ -1,10 +1,14 @@
-//! Movers without any kernel of ours: per-layer copies in plain Rust where the cache is in host memory.
+//! Movers without any kernel of ours: per-layer copies in plain Rust where the cache is in host memory, by the
+//! driver's copy calls where it is in device memory.
 //!
 //! [`HostMover::copy`] carries out a [`maru_layout::CopyJob`] with the calling thread and, for large jobs, a
 //! few workers. It is the embedded default where there is no GPU and moves the same bytes as every other
 //! mover, always.
 //!
-//! The way of a job through the files: `pieces` cuts its tokens where the cache is not evenly strided, `nest`
+//! [`DeviceMover::copy_on`] does so for a cache in device memory, on the caller's stream, with slabs that are
+//! registered with the driver, pageable, or in device memory. It uses no processor of the GPU.
+//!
+//! The way of a host job through the files: `pieces` cuts its tokens where the cache is not evenly strided, `nest`
 //! turns what is left into three loops around rows, `store` knows how a row is written.
 #![deny(unsafe_code)]
 
@@ -18,6 +22,7 @@ mod nest;
 mod pieces;
 mod store;
 
+pub use device::{DeviceCopy, DeviceMover, DeviceOptions};
 pub use error::FallbackError;
 pub use host::HostMover;
 #[doc(hidden)]

@@ -1,2 +1,385 @@
-//! The device mover: per-layer copies by the driver, no kernel of ours.
+//! The device mover: copies by the driver, layer by layer, no kernel of ours.
+//!
+//! The way of a job through the files: `slots` makes sure that the tokens are known here, `plan` turns them
+//! into copy commands (pure arithmetic), `queue` puts commands on a stream, `bounce` stands between the device
+//! and a slab that the driver does not know, `completion` says when it is over.
+#![allow(unsafe_code)]
+
+mod bounce;
+mod completion;
 mod plan;
+mod queue;
+mod slots;
+
+use std::sync::{Arc, Mutex};
+
+use cudarc::driver::CudaContext;
+use cudarc::driver::sys::{self, CUstream};
+use maru_driver::{Context, DriverError, Health, Tickets, check, stream as streams};
+use maru_layout::{CopyJob, JobSlots, Run};
+
+pub use completion::DeviceCopy;
+
+use crate::FallbackError;
+use bounce::Bounce;
+use completion::State;
+use plan::{Packed, Plan, Work};
+use queue::{Abilities, Queue, Side};
+
+/// Driver functions that are called here, or by cudarc's context. One that is missing would panic when it is
+/// called, so all are looked up before.
+const SYMBOLS: [&str; 25] = [
+    "cuCtxGetCurrent",
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuCtxSetCurrent",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuGetErrorName",
+    "cuMemFreeHost",
+    "cuMemHostAlloc",
+    "cuMemHostGetDevicePointer_v2",
+    "cuMemcpy2DAsync_v2",
+    "cuMemcpyAsync",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamGetCtx",
+    "cuStreamIsCapturing",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+];
+
+/// Events made at once.
+const EVENTS: usize = 64;
+
+/// How the device mover works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceOptions {
+    /// Pinned host memory that slabs the driver does not know pass through, made when the first of them is
+    /// moved. At least 256 KiB are used.
+    pub bounce_bytes: u64,
+    /// Nobody writes a slab from the call that loads it until the load is over, not even work queued on the
+    /// stream before: lets the driver read it ahead of that work.
+    pub stable_slabs: bool,
+    /// Use the driver's batched copies if it has them.
+    pub batched: bool,
+}
+
+impl Default for DeviceOptions {
+    fn default() -> Self {
+        DeviceOptions { bounce_bytes: 16 << 20, stable_slabs: false, batched: true }
+    }
+}
+
+impl DeviceOptions {
+    /// Sets [`DeviceOptions::bounce_bytes`].
+    #[must_use]
+    pub fn with_bounce_bytes(mut self, bytes: u64) -> Self {
+        self.bounce_bytes = bytes;
+        self
+    }
+
+    /// Sets [`DeviceOptions::stable_slabs`].
+    #[must_use]
+    pub fn with_stable_slabs(mut self, stable: bool) -> Self {
+        self.stable_slabs = stable;
+        self
+    }
+
+    /// Sets [`DeviceOptions::batched`].
+    #[must_use]
+    pub fn with_batched(mut self, batched: bool) -> Self {
+        self.batched = batched;
+        self
+    }
+}
+
+/// Moves jobs whose cache is in device memory, and whose slab is in host memory (registered with the driver
+/// or not) or in device memory. Cheap to clone; for one context, from any thread.
+#[derive(Clone, Debug)]
+pub struct DeviceMover {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    bounce: Mutex<Option<Bounce>>,
+    tickets: Tickets,
+    /// Stands in for the legacy default stream, which takes no batches.
+    side: SideStream,
+    abilities: Abilities,
+    options: DeviceOptions,
+    health: Health,
+    context: Context,
+}
+
+impl DeviceMover {
+    /// A mover in `context`.
+    ///
+    /// # Errors
+    /// [`FallbackError::NoDriver`] when the driver lacks a function it needs; [`FallbackError::Driver`] when a
+    /// stream cannot be made.
+    pub fn open(context: Arc<CudaContext>, options: DeviceOptions) -> Result<Self, FallbackError> {
+        maru_driver::require(&SYMBOLS)?;
+        let context = Context::new(context);
+        let current = context.enter()?;
+        let abilities = Abilities::of(context.get(), options.batched)?;
+        let side = SideStream::new(&context)?;
+        drop(current);
+        tracing::debug!(
+            device = context.get().ordinal(),
+            batch = abilities.batch.map(|b| b.name()),
+            "device fallback opened"
+        );
+        let tickets = Tickets::new(context.get(), EVENTS);
+        let (bounce, health) = (Mutex::new(None), Health::new());
+        Ok(DeviceMover {
+            inner: Arc::new(Inner { bounce, tickets, side, abilities, options, health, context }),
+        })
+    }
+
+    /// The context it moves in.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        self.inner.context.get()
+    }
+
+    /// Puts a transfer on the caller's stream, one layer after the other, or several at once where their
+    /// addresses are evenly spaced.
+    ///
+    /// Returns at once if the slab has a device address and the slots are in host memory. Otherwise:
+    ///
+    /// * **A slab without a device address** (pageable memory) passes through pinned memory of the mover,
+    ///   because what the driver promises of asynchronous copies with such memory differs from version to
+    ///   version. A store waits for the stream and is complete when the call returns; a load reads the slab
+    ///   during the call, so that the slab may go as soon as it returns, and the cache is written in the
+    ///   order of the stream.
+    /// * **Slots in device memory** are read back in the order of the stream, which the call waits for, and
+    ///   checked before anything is moved.
+    ///
+    /// While the stream is being captured the copies become nodes of the graph, see
+    /// [`DeviceCopy::is_captured`]; neither of the above is possible then.
+    ///
+    /// # Errors
+    /// Before anything is queued: [`FallbackError::ForeignStream`], [`FallbackError::Capturing`],
+    /// [`FallbackError::Slots`] for slots in device memory that are out of range or named twice by a load.
+    /// [`FallbackError::CopyFailed`] if the driver refuses a copy; what was queued before has then been waited
+    /// for. [`FallbackError::Driver`] otherwise; after an error of the kind `context_lost` every later call
+    /// returns it.
+    ///
+    /// # Safety
+    /// * `stream` is a live stream, or one of the default ones.
+    /// * The planes the job's plan names, its slab and its slots in device memory are what the job says, and
+    ///   stay so until the transfer is over (a pageable slab: until the call returns).
+    /// * Nobody else writes what the transfer reads, or touches what it writes, until it is over, other than
+    ///   ordered by the stream.
+    pub unsafe fn copy_on(&self, job: &CopyJob, stream: CUstream) -> Result<DeviceCopy, FallbackError> {
+        let inner = &self.inner;
+        inner.health.check()?;
+        // SAFETY: the caller's promises, passed on.
+        let result = unsafe { inner.copy(job, stream) };
+        match result {
+            Ok(state) => Ok(DeviceCopy::new(inner, state)),
+            Err(FallbackError::Driver(error)) => Err(inner.health.note(error).into()),
+            Err(error) => {
+                if let FallbackError::CopyFailed { source, .. } = &error {
+                    inner.health.note(source.clone());
+                }
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Inner {
+    /// # Safety
+    /// As [`DeviceMover::copy_on`].
+    unsafe fn copy(&self, job: &CopyJob, stream: CUstream) -> Result<State, FallbackError> {
+        if job.is_empty() {
+            return Ok(State::Done);
+        }
+        let _current = self.context.enter()?;
+        if !streams::is_default(stream) {
+            // SAFETY: the stream is the caller's promise.
+            let owner = unsafe { streams::context(stream) }?;
+            if owner != self.context.get().cu_ctx() {
+                return Err(FallbackError::ForeignStream { device: self.context.get().ordinal() });
+            }
+        }
+        // SAFETY: the stream is the caller's promise.
+        let capturing = unsafe { streams::is_capturing(stream) }?;
+        let read_back;
+        let job = match job.slots() {
+            JobSlots::Host { .. } => job,
+            JobSlots::Device { .. } if capturing => {
+                return Err(FallbackError::Capturing { what: "slots in device memory have to be read back" });
+            }
+            // SAFETY: the caller's promises, passed on.
+            _ => match unsafe { slots::read_back(job, stream) }? {
+                Some(job) => {
+                    read_back = job;
+                    &read_back
+                }
+                None => return Ok(State::Done),
+            },
+        };
+        let JobSlots::Host { runs, .. } = job.slots() else { return Ok(State::Done) };
+        let slab = job.slab();
+        match (slab.device, slab.host) {
+            // SAFETY: the caller's promises, passed on.
+            (Some(addr), Some(_)) => unsafe {
+                self.direct(job, runs, addr, Side::Registered, stream, capturing)
+            },
+            // SAFETY: as above.
+            (Some(addr), None) => unsafe { self.direct(job, runs, addr, Side::Device, stream, capturing) },
+            (None, Some(_)) if capturing => {
+                Err(FallbackError::Capturing { what: "a slab that is not registered is copied by the host" })
+            }
+            // SAFETY: as above.
+            (None, Some(addr)) => unsafe { self.pageable(job, runs, addr, stream) },
+            (None, None) => Err(FallbackError::NoAddress { len: slab.len }),
+        }
+    }
+
+    /// A slab that the device reaches.
+    ///
+    /// # Safety
+    /// As [`DeviceMover::copy_on`]; the context is current.
+    unsafe fn direct(
+        &self,
+        job: &CopyJob,
+        runs: &[Run],
+        addr: u64,
+        side: Side,
+        stream: CUstream,
+        capturing: bool,
+    ) -> Result<State, FallbackError> {
+        // The legacy default stream takes no batches. It is left for a stream that waits for it first, and for
+        // which it waits afterwards.
+        let fork = streams::is_legacy_default(stream) && self.abilities.batch.is_some();
+        let lane = if fork { self.side.0 } else { stream };
+        let (ends, stable) = ((job.direction(), side), self.options.stable_slabs);
+        let mut queue = Queue::new(self.abilities, lane, ends, !capturing, stable);
+        let layers = u64::from(job.layer_count());
+        let plan = Plan::new(Work::new(job, Packed::of(job, addr), runs, 0, layers), queue.limits());
+        if capturing {
+            // SAFETY: the caller's promises, passed on. Nothing runs, so nothing is to be waited for.
+            return match unsafe { queue_plan(&mut queue, &plan, &mut 0) } {
+                Ok(()) => Ok(State::Captured),
+                Err(source) => {
+                    Err(FallbackError::CopyFailed { layers_done: 0, layers: job.layer_count(), source })
+                }
+            };
+        }
+        // Before anything is queued, so that what is queued can always be waited for.
+        let ticket = self.tickets.take_event()?;
+        if fork {
+            // SAFETY: an event of ours; the streams are the caller's and ours.
+            let forked = unsafe { ticket.record(stream) };
+            // SAFETY: as above.
+            let forked = forked.and_then(|()| unsafe { ticket.order_before(lane) });
+            if let Err(error) = forked {
+                self.tickets.give_back(ticket, false);
+                return Err(error.into());
+            }
+        }
+        let mut done = 0;
+        // SAFETY: the caller's promises, passed on.
+        let queued = unsafe { queue_plan(&mut queue, &plan, &mut done) };
+        // SAFETY: an event of ours; the stream is the caller's promise or ours.
+        let queued = queued.and_then(|()| unsafe { ticket.record(lane) });
+        // SAFETY: as above.
+        let queued = queued.and_then(|()| if fork { unsafe { ticket.order_before(stream) } } else { Ok(()) });
+        match queued {
+            Ok(()) => Ok(State::Queued(ticket)),
+            Err(error) => {
+                // SAFETY: as above.
+                let (error, drained) = unsafe { drain(lane, error) };
+                self.tickets.give_back(ticket, drained);
+                let layers_done = if drained { done } else { 0 };
+                Err(FallbackError::CopyFailed { layers_done, layers: job.layer_count(), source: error })
+            }
+        }
+    }
+}
+
+/// Queues every unit of a plan; `done` counts the layers that are wholly in the driver's hands.
+///
+/// # Safety
+/// As [`Queue::push`] for all of the plan's commands.
+unsafe fn queue_plan(queue: &mut Queue, plan: &Plan<'_>, done: &mut u32) -> Result<(), DriverError> {
+    for unit in plan.units() {
+        // SAFETY: the caller's promise.
+        plan.commands(*unit, |command| unsafe { queue.push(command) })?;
+        if queue.is_worth_flushing() {
+            // SAFETY: the caller's promise.
+            unsafe { queue.flush() }?;
+        }
+        if queue.is_flushed() {
+            *done = u32::try_from(unit.first + unit.count).unwrap_or(u32::MAX);
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { queue.flush() }
+}
+
+/// Waits for what was queued before an error, so that its memory can be reused, and returns the error to
+/// report and whether nothing is in flight any more.
+///
+/// # Safety
+/// The stream is live.
+unsafe fn drain(stream: CUstream, error: DriverError) -> (DriverError, bool) {
+    // SAFETY: the caller's promise.
+    match unsafe { streams::synchronize(stream) } {
+        Ok(()) => (error, true),
+        Err(worse) => {
+            tracing::error!(error = %worse, "waiting for copies after an error failed");
+            if worse.is_context_lost() { (worse, false) } else { (error, false) }
+        }
+    }
+}
+
+/// A stream of our own.
+#[derive(Debug)]
+struct SideStream(CUstream, Context);
+
+// SAFETY: stream handles may be used from any thread.
+unsafe impl Send for SideStream {}
+// SAFETY: as above.
+unsafe impl Sync for SideStream {}
+
+impl SideStream {
+    /// The context is current.
+    fn new(context: &Context) -> Result<Self, DriverError> {
+        let mut stream = std::ptr::null_mut();
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the out pointer is valid; the context is current.
+        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut stream, flags) })?;
+        Ok(SideStream(stream, context.clone()))
+    }
+}
+
+impl Drop for SideStream {
+    fn drop(&mut self) {
+        let destroyed = self.1.enter().and_then(|_current| {
+            // SAFETY: made by `new`, destroyed once; the driver lets what is queued run.
+            check("cuStreamDestroy", unsafe { sys::cuStreamDestroy_v2(self.0) })
+        });
+        if let Err(error) = destroyed {
+            tracing::error!(%error, "a stream leaks");
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.empty_bounce();
+    }
+}

@@ -36,6 +36,7 @@ pub(crate) struct Command {
     pub(crate) slab_pitch: u64,
 }
 
+#[cfg(test)]
 impl Command {
     /// Bytes it moves.
     pub(crate) fn bytes(&self) -> u64 {
@@ -184,8 +185,12 @@ impl<'a> Plan<'a> {
         self.units.iter().map(|u| self.nests[u.nests].cost).sum()
     }
 
-    /// Calls `emit` with every command of a unit.
-    pub(crate) fn commands(&self, unit: Unit, mut emit: impl FnMut(Command)) {
+    /// Calls `emit` with every command of a unit; ends with its first error.
+    pub(crate) fn commands<E>(
+        &self,
+        unit: Unit,
+        mut emit: impl FnMut(Command) -> Result<(), E>,
+    ) -> Result<(), E> {
         let nests = &self.nests[unit.nests];
         let planes = if nests.kv { 1 } else { index(self.work.geometry.kv_planes) };
         let packed = &self.work.packed;
@@ -193,9 +198,10 @@ impl<'a> Plan<'a> {
             let base = self.work.base(kv, unit.first);
             let slab = packed.addr + kv as u64 * packed.kv + unit.first as u64 * packed.layer;
             for (series, nest) in self.series.iter().zip(&nests.per_series) {
-                nest.emit(base + series.paged, slab + series.token * packed.token, &mut emit);
+                nest.emit(base + series.paged, slab + series.token * packed.token, &mut emit)?;
             }
         }
+        Ok(())
     }
 
     /// How many layers from `at` on are evenly spaced, and by how much.

@@ -1,5 +1,7 @@
 //! Loops around contiguous runs, and which of them becomes the rows of a two-dimensional copy.
 
+use std::cmp::Reverse;
+
 use super::Command;
 use super::cost::Limits;
 
@@ -30,7 +32,7 @@ impl Nest {
     pub(super) fn best(width: u64, loops: Vec<Loop>, limits: Limits) -> Nest {
         let (width, mut loops) = fold(width, loops);
         // Following the slab keeps what the host side sees in order.
-        loops.sort_unstable_by(|a, b| b.slab.cmp(&a.slab));
+        loops.sort_unstable_by_key(|l| Reverse(l.slab));
         loops.truncate(MOST);
         let flat = Nest::new(width, Loop { n: 1, ..Loop::default() }, &loops);
         let mut best = flat;
@@ -64,22 +66,30 @@ impl Nest {
         limits.command(self.width, n, paged.max(slab)).saturating_mul(times)
     }
 
-    /// Its commands, starting at these addresses.
-    pub(super) fn emit(&self, paged: u64, slab: u64, emit: &mut impl FnMut(Command)) {
+    /// Its commands, starting at these addresses; ends with the first error of `emit`.
+    pub(super) fn emit<E>(
+        &self,
+        paged: u64,
+        slab: u64,
+        emit: &mut impl FnMut(Command) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let Loop { n: rows, paged: paged_pitch, slab: slab_pitch } = self.rows;
         walk(&self.loops[..self.depth], paged, slab, &mut |paged, slab| {
-            let Loop { n: rows, paged: paged_pitch, slab: slab_pitch } = self.rows;
-            emit(Command { paged, slab, width: self.width, rows, paged_pitch, slab_pitch });
-        });
+            emit(Command { paged, slab, width: self.width, rows, paged_pitch, slab_pitch })
+        })
     }
 }
 
-fn walk(loops: &[Loop], paged: u64, slab: u64, visit: &mut impl FnMut(u64, u64)) {
+fn walk<E>(
+    loops: &[Loop],
+    paged: u64,
+    slab: u64,
+    visit: &mut impl FnMut(u64, u64) -> Result<(), E>,
+) -> Result<(), E> {
     match loops.split_first() {
         None => visit(paged, slab),
         Some((outer, inner)) => {
-            for i in 0..outer.n {
-                walk(inner, paged + i * outer.paged, slab + i * outer.slab, visit);
-            }
+            (0..outer.n).try_for_each(|i| walk(inner, paged + i * outer.paged, slab + i * outer.slab, visit))
         }
     }
 }
