@@ -12,6 +12,9 @@ typedef unsigned int maru_u32;
 // Slots that travel inside the kernel arguments.
 #define MARU_INLINE_SLOTS 256
 
+// Slabs of a batch.
+#define MARU_BATCH_SLABS 128
+
 // Where the first bad slot of a launch with slots in device memory is reported.
 struct PagedCopyError {
     maru_u64 raised;  // 0 until written, then 1
@@ -65,6 +68,23 @@ struct PagedCopyInlineArgs {
     maru_i64 slots[MARU_INLINE_SLOTS];
 };
 
+// One slab of a batch.
+struct PagedCopySlab {
+    maru_u64 slab;   // at the first layer and token of this launch
+    maru_u64 slots;  // in device memory, checked on the host, at the first token of this launch
+};
+
+// Slabs of one geometry, moved alike: the same tokens of the same layers. `copy` has what they share; its
+// `slab`, `slots` and `error` are not used, and its `units` count all slabs.
+struct PagedCopyBatchArgs {
+    PagedCopyArgs copy;
+    maru_u32 planes;  // planes of one slab: planes * layers
+    maru_u32 planes_magic;
+    maru_u32 planes_shift;
+    maru_u32 unused;
+    PagedCopySlab slabs[MARU_BATCH_SLABS];
+};
+
 // NVRTC has no offsetof in any spelling; nvcc and the host compiler check the same file.
 #ifdef __CUDACC_RTC__
 #define MARU_AT(type, field, offset) static_assert(true, "")
@@ -75,7 +95,9 @@ struct PagedCopyInlineArgs {
 static_assert(sizeof(PagedCopyError) == 32, "PagedCopyError");
 static_assert(sizeof(PagedCopyArgs) == 176, "PagedCopyArgs");
 static_assert(sizeof(PagedCopyInlineArgs) == 176 + 8 * MARU_INLINE_SLOTS, "PagedCopyInlineArgs");
-static_assert(sizeof(PagedCopyInlineArgs) <= 4096, "kernel parameters of PTX before 8.1 end at 4 KiB");
+static_assert(sizeof(PagedCopySlab) == 16, "PagedCopySlab");
+static_assert(sizeof(PagedCopyBatchArgs) == 192 + 16 * MARU_BATCH_SLABS, "PagedCopyBatchArgs");
+static_assert(sizeof(PagedCopyBatchArgs) <= 4096 && sizeof(PagedCopyInlineArgs) <= 4096, "kernel parameters of PTX before 8.1 end at 4 KiB");
 MARU_AT(PagedCopyError, token, 8);
 MARU_AT(PagedCopyError, slot, 16);
 MARU_AT(PagedCopyArgs, planes, 0);
@@ -107,3 +129,8 @@ MARU_AT(PagedCopyArgs, row_shift, 160);
 MARU_AT(PagedCopyArgs, layers, 164);
 MARU_AT(PagedCopyArgs, plane_pitch, 168);
 MARU_AT(PagedCopyInlineArgs, slots, 176);
+MARU_AT(PagedCopySlab, slots, 8);
+MARU_AT(PagedCopyBatchArgs, planes, 176);
+MARU_AT(PagedCopyBatchArgs, planes_magic, 180);
+MARU_AT(PagedCopyBatchArgs, planes_shift, 184);
+MARU_AT(PagedCopyBatchArgs, slabs, 192);

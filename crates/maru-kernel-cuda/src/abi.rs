@@ -10,6 +10,9 @@ use maru_layout::Direction;
 /// Slots that travel inside the kernel arguments.
 pub const INLINE_SLOTS: usize = 256;
 
+/// Slabs of a batch.
+pub const BATCH_SLABS: usize = 128;
+
 /// Where a launch reports the first bad slot it met.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -98,7 +101,43 @@ pub struct PagedCopyInlineArgs {
     pub slots: [i64; INLINE_SLOTS],
 }
 
+/// One slab of a batch.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PagedCopySlab {
+    /// Its address, at the first layer and token of the launch.
+    pub slab: u64,
+    /// Its slots in device memory, at the first token of the launch.
+    pub slots: u64,
+}
+
+/// Slabs of one geometry, moved alike.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagedCopyBatchArgs {
+    /// What they share; its `slab`, `slots` and `error` are not used, its `units` count all slabs.
+    pub copy: PagedCopyArgs,
+    /// Planes of one slab.
+    pub planes: u32,
+    /// Division by `planes`.
+    pub planes_magic: u32,
+    /// Division by `planes`.
+    pub planes_shift: u32,
+    /// Zero.
+    pub unused: u32,
+    /// The slabs; the rest is not read.
+    pub slabs: [PagedCopySlab; BATCH_SLABS],
+}
+
 const _: () = {
+    assert!(size_of::<PagedCopySlab>() == 16);
+    assert!(size_of::<PagedCopyBatchArgs>() == 192 + 16 * BATCH_SLABS);
+    assert!(size_of::<PagedCopyBatchArgs>() <= 4096);
+    assert!(offset_of!(PagedCopySlab, slots) == 8);
+    assert!(offset_of!(PagedCopyBatchArgs, planes) == 176);
+    assert!(offset_of!(PagedCopyBatchArgs, planes_magic) == 180);
+    assert!(offset_of!(PagedCopyBatchArgs, planes_shift) == 184);
+    assert!(offset_of!(PagedCopyBatchArgs, slabs) == 192);
     assert!(size_of::<PagedCopyError>() == 32);
     assert!(size_of::<PagedCopyArgs>() == 176);
     assert!(size_of::<PagedCopyInlineArgs>() == 176 + 8 * INLINE_SLOTS);
@@ -161,11 +200,13 @@ const NAMES: [&CStr; Entry::COUNT] = [
     c"maru_scatter_8_inline",
     c"maru_scatter_16_device",
     c"maru_scatter_16_inline",
+    c"maru_gather_16_batch",
+    c"maru_scatter_16_batch",
 ];
 
 impl Entry {
     /// Entry points of the image.
-    pub const COUNT: usize = 20;
+    pub const COUNT: usize = 22;
 
     /// The entry for a direction, an access width (a power of two, at most 16; anything else is taken as
     /// the next lower one) and slots by value or in device memory.
@@ -189,9 +230,17 @@ impl Entry {
         Entry(self.0 | 1)
     }
 
+    /// The entry for many slabs, full width.
+    pub fn batch(direction: Direction) -> Self {
+        match direction {
+            Direction::Gather => Entry(20),
+            Direction::Scatter => Entry(21),
+        }
+    }
+
     /// Every entry point.
     pub fn all() -> impl Iterator<Item = Entry> {
-        (0..20).map(Entry)
+        (0..22).map(Entry)
     }
 
     /// Position in [`Entry::all`].
@@ -219,6 +268,8 @@ mod tests {
                 }
             }
         }
+        assert_eq!(Entry::batch(Direction::Gather).name(), c"maru_gather_16_batch");
+        assert_eq!(Entry::batch(Direction::Scatter).name(), c"maru_scatter_16_batch");
         assert_eq!(Entry::all().count(), Entry::COUNT);
         assert!(Entry::all().enumerate().all(|(i, e)| e.index() == i));
     }

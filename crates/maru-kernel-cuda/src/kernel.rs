@@ -43,7 +43,7 @@ impl LaunchOptions {
 /// The kernel, loaded into one context.
 #[derive(Clone, Debug)]
 pub struct PagedCopyKernel {
-    inner: Arc<Inner>,
+    pub(crate) inner: Arc<Inner>,
 }
 
 #[derive(Debug)]
@@ -53,7 +53,7 @@ pub(crate) struct Inner {
     functions: [sys::CUfunction; Entry::COUNT],
     image: Image,
     pub(crate) tickets: Tickets,
-    ring: SlotRing,
+    pub(crate) ring: SlotRing,
     /// Error record of captured launches; it is never given back.
     captured: Ticket,
     /// Slots of the cache of the last captured launch, for the message.
@@ -270,7 +270,7 @@ impl Inner {
                     unsafe { self.start(&launch, &launch.args, stream) }
                 };
                 // SAFETY: the stream is the caller's promise.
-                let uploaded = unsafe { self.ring.with_slots(slots, stream, start) }?;
+                let uploaded = unsafe { self.ring.with_slots(std::iter::once(slots), stream, start) }?;
                 if !uploaded {
                     // SAFETY: as for this function.
                     unsafe { self.queue_inline(&entry, slots, stream) }?;
@@ -310,16 +310,31 @@ impl Inner {
     /// # Safety
     /// `args` is what the entry takes, and every address it can form is the device's to touch.
     unsafe fn start<T>(&self, launch: &Launch, args: &T, stream: CUstream) -> Result<(), KernelError> {
+        let shape = (launch.entry, launch.blocks, launch.threads);
+        // SAFETY: the caller's promise.
+        unsafe { self.start_entry(shape, args, stream) }
+    }
+
+    /// The same for any entry: kernel, blocks, threads.
+    ///
+    /// # Safety
+    /// As [`Inner::start`].
+    pub(crate) unsafe fn start_entry<T>(
+        &self,
+        (entry, blocks, threads): (Entry, u32, u32),
+        args: &T,
+        stream: CUstream,
+    ) -> Result<(), KernelError> {
         let mut params = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
         // SAFETY: function and stream belong to the current context; the driver copies the arguments before
         // it returns and does not write them.
         let result = unsafe {
             sys::cuLaunchKernel(
-                self.functions[launch.entry.index()],
-                launch.blocks,
+                self.functions[entry.index()],
+                blocks,
                 1,
                 1,
-                launch.threads,
+                threads,
                 1,
                 1,
                 0,

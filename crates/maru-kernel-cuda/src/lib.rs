@@ -21,6 +21,7 @@
 //! ```
 
 pub mod abi;
+mod batch;
 mod device;
 mod driver;
 mod error;

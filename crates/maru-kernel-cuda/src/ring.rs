@@ -66,14 +66,15 @@ impl SlotRing {
         Ok(ring)
     }
 
-    /// Uploads `slots` (at most [`CAPACITY`]) on `stream` and calls `launch` with their device address. False
-    /// if every buffer is still in use: the caller then passes the slots by value, rather than wait.
+    /// Uploads lists (at most [`CAPACITY`] slots in all, one after the other) on `stream` and calls `launch` with
+    /// their device address. False if every buffer is still in use: the caller then passes the slots by value,
+    /// rather than wait.
     ///
     /// # Safety
     /// `stream` is a live stream of the current context.
-    pub(crate) unsafe fn with_slots(
+    pub(crate) unsafe fn with_slots<'a>(
         &self,
-        slots: &[i64],
+        lists: impl Iterator<Item = &'a [i64]> + Clone,
         stream: sys::CUstream,
         launch: impl FnOnce(u64) -> Result<(), KernelError>,
     ) -> Result<bool, KernelError> {
@@ -88,7 +89,7 @@ impl SlotRing {
         if used == Use::Lost {
             state.next = (index + 1) % ENTRIES;
         }
-        let bytes = size_of_val(slots);
+        let bytes = lists.clone().map(size_of_val).sum();
         if !free || bytes > CAPACITY as usize * size_of::<i64>() {
             return Ok(false);
         }
@@ -98,9 +99,14 @@ impl SlotRing {
         // SAFETY: the buffer has ENTRIES such pieces.
         let staging = unsafe { self.pinned.host().add(at) };
         let addr = self.device.addr() + at as u64;
-        // SAFETY: a piece holds CAPACITY slots, `slots` are no more, and no copy reads this piece: its event is
-        // complete.
-        unsafe { staging.copy_from_nonoverlapping(slots.as_ptr().cast(), bytes) };
+        let mut filled = 0;
+        for list in lists {
+            // SAFETY: a piece holds CAPACITY slots, and the lists are no more.
+            let to = unsafe { staging.add(filled) };
+            // SAFETY: as above; no copy reads this piece, its event is complete.
+            unsafe { to.copy_from_nonoverlapping(list.as_ptr().cast(), size_of_val(list)) };
+            filled += size_of_val(list);
+        }
         // SAFETY: source and destination have that length and live as long as the ring, which outlives the
         // launches (they keep the kernel alive); the stream is the caller's promise.
         let copied = unsafe { sys::cuMemcpyHtoDAsync_v2(addr, staging.cast(), bytes, stream) };

@@ -177,11 +177,14 @@ struct Entry {
 #define INLINE(name)                            \
     Entry{#name, sizeof(PagedCopyInlineArgs), \
           [](const void *a) { name(*static_cast<const PagedCopyInlineArgs *>(a)); }}
+#define BATCH(name) \
+    Entry{#name, sizeof(PagedCopyBatchArgs), [](const void *a) { name(*static_cast<const PagedCopyBatchArgs *>(a)); }}
 #define WIDTH(direction, bytes) DEVICE(maru_##direction##_##bytes##_device), INLINE(maru_##direction##_##bytes##_inline)
 #define WIDTHS(direction) \
     WIDTH(direction, 1), WIDTH(direction, 2), WIDTH(direction, 4), WIDTH(direction, 8), WIDTH(direction, 16)
 
-const Entry kEntries[] = {WIDTHS(gather), WIDTHS(scatter), {"maru_test_stall", 0, nullptr}};
+const Entry kEntries[] = {WIDTHS(gather), WIDTHS(scatter), BATCH(maru_gather_16_batch),
+                          BATCH(maru_scatter_16_batch), {"maru_test_stall", 0, nullptr}};
 
 struct StallArgs {
     unsigned long long to, from;

@@ -24,6 +24,7 @@ void for_each_thread(unsigned int blocks, unsigned int threads, bool descending,
 
 using Device = void (*)(PagedCopyArgs);
 using Inline = void (*)(PagedCopyInlineArgs);
+using OfBatch = void (*)(PagedCopyBatchArgs);
 
 constexpr Device kDevice[] = {
     maru_gather_1_device,  maru_gather_2_device,  maru_gather_4_device,  maru_gather_8_device,
@@ -36,6 +37,8 @@ constexpr Inline kInline[] = {
     maru_scatter_8_inline, maru_scatter_16_inline,
 };
 
+constexpr OfBatch kBatch[] = {maru_gather_16_batch, maru_scatter_16_batch};
+
 }  // namespace
 
 // `entry` counts as Entry::index does. Returns the number of misaligned accesses; `accesses` gets all.
@@ -45,7 +48,10 @@ extern "C" unsigned long long maru_host_launch(unsigned int entry, unsigned int 
     host_misaligned = 0;
     host_accesses = 0;
     const unsigned int pair = entry / 2;
-    if (entry % 2 == 0) {
+    if (entry >= 20) {
+        const auto &batch = *static_cast<const PagedCopyBatchArgs *>(args);
+        for_each_thread(blocks, threads, descending, [&] { kBatch[entry - 20](batch); });
+    } else if (entry % 2 == 0) {
         const auto &device = *static_cast<const PagedCopyArgs *>(args);
         for_each_thread(blocks, threads, descending, [&] { kDevice[pair](device); });
     } else {

@@ -6,7 +6,7 @@
 
 use maru_kernel_cuda::KernelError;
 use maru_kernel_cuda::abi::{PagedCopyArgs, PagedCopyError, PagedCopyInlineArgs};
-use maru_kernel_cuda::geometry::{Addresses, Launch, Launches, Limits, SlotSource};
+use maru_kernel_cuda::geometry::{Addresses, BatchLaunch, Launch, Launches, Limits, SlotSource};
 use maru_layout::{CopyJob, JobSlots};
 
 /// Why the kernel cannot be run here, if it cannot.
@@ -90,16 +90,47 @@ pub unsafe fn run(job: &CopyJob, options: Options) -> Result<Ran, KernelError> {
     Ok(ran)
 }
 
+/// Runs the longest beginning of `jobs` that can share a launch; returns how many that is, 0 for none.
+///
+/// # Safety
+/// As [`run`], for every job.
+pub unsafe fn run_batch(jobs: &[CopyJob], options: Options, ran: &mut Ran) -> usize {
+    let Some(first) = jobs.first() else { return 0 };
+    let planes = first.plan().bases().as_ptr() as u64;
+    let capacity = options.upload.unwrap_or(16 * 1024);
+    let Some(mut batch) = BatchLaunch::new(jobs, planes, options.limits, capacity) else { return 0 };
+    let slots: Vec<i64> = jobs[..batch.jobs].iter().flat_map(|job| batch.slots(job)).copied().collect();
+    batch.set_slots(slots.as_ptr() as u64);
+    let shape = (batch.entry.index(), batch.blocks, batch.threads);
+    // SAFETY: the caller's promise; the entry takes these arguments.
+    unsafe { start_entry(shape, &batch.args, options.descending, ran) };
+    batch.jobs
+}
+
 /// # Safety
 /// `args` is what the entry takes, and all memory it names may be used.
 unsafe fn start<T>(launch: &Launch, args: &T, descending: bool, ran: &mut Ran) {
+    let shape = (launch.entry.index(), launch.blocks, launch.threads);
+    // SAFETY: the caller's promise.
+    unsafe { start_entry(shape, args, descending, ran) };
+}
+
+/// The same for entry number, blocks, threads.
+///
+/// # Safety
+/// As [`start`].
+unsafe fn start_entry<T>(
+    (entry, blocks, threads): (usize, u32, u32),
+    args: &T,
+    descending: bool,
+    ran: &mut Ran,
+) {
     ran.launches += 1;
     let args = std::ptr::from_ref(args).cast();
-    let entry = u32::try_from(launch.entry.index()).unwrap_or(u32::MAX);
+    let entry = u32::try_from(entry).unwrap_or(u32::MAX);
     let mut accesses = 0;
     // SAFETY: the caller's promise; entry numbers come from `Entry`.
-    ran.misaligned +=
-        unsafe { host_launch(entry, launch.blocks, launch.threads, descending, args, &mut accesses) };
+    ran.misaligned += unsafe { host_launch(entry, blocks, threads, descending, args, &mut accesses) };
     ran.accesses += accesses;
 }
 

@@ -108,6 +108,15 @@ impl Bench {
         self.lists.len() * self.slab_bytes
     }
 
+    /// As the engine does it: small slabs share a launch.
+    pub(crate) fn launch_batch(&self, gpu: &Gpu, stream: &Stream, direction: usize, blocks: u32) {
+        let options = LaunchOptions::default().with_sm_budget(blocks);
+        let jobs = &self.jobs[direction];
+        // SAFETY: pages and slabs belong to the bench, which waits before it touches them.
+        drop(unsafe { gpu.kernel.launch_many(jobs, &self.planes, stream.0, options) }.unwrap());
+    }
+
+    /// One launch a slab.
     pub(crate) fn launch_all(&self, gpu: &Gpu, stream: &Stream, direction: usize, blocks: u32) {
         let options = LaunchOptions::default().with_sm_budget(blocks);
         for job in &self.jobs[direction] {

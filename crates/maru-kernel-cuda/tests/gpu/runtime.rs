@@ -12,12 +12,14 @@ use crate::gpu::{Device, Gpu, Pinned, Stream, cu};
 use crate::harness::{Body, text};
 use crate::ordering::Setup;
 
-pub(crate) const TRIALS: [(&str, Body); 8] = [
+pub(crate) const TRIALS: [(&str, Body); 10] = [
     ("availability_says_yes_and_no", available),
     ("the_callers_context_is_what_it_was", context_restored),
     ("threads_without_a_context", new_thread),
     ("many_launches_in_flight_each_exact", in_flight),
     ("a_full_ring_falls_back_to_slots_by_value", full_ring),
+    ("many_slabs_in_few_launches", batches),
+    ("a_batch_of_unlike_jobs_goes_in_order", mixed_batch),
     ("an_unregistered_slab_is_refused_before_anything_is_queued", unregistered),
     ("a_plane_table_of_another_cache_is_refused", wrong_planes),
     ("a_registered_tmpfs_mapping_as_slab", tmpfs),
@@ -179,6 +181,109 @@ fn in_flight(gpu: &Gpu) -> Result<(), Failed> {
 fn full_ring(gpu: &Gpu) -> Result<(), Failed> {
     let (cache, tokens) = long();
     many(gpu, &cache, tokens, 24)
+}
+
+/// `n` slabs of 64 tokens each, every slot of the cache in one of them.
+struct Slabs {
+    cache: Cache,
+    pages: Device,
+    slabs: Pinned,
+    lists: Vec<Vec<i64>>,
+    plan: Arc<maru_layout::CopyPlan>,
+}
+
+impl Slabs {
+    fn new(seed: u64) -> Self {
+        let (cache, slots) = long();
+        let mut rng = Rng::new(seed);
+        let pages = Device::holding(&rng.bytes(usize::try_from(cache.bytes).unwrap()));
+        let all = random_slots(&mut rng, slots, usize::try_from(slots).unwrap(), 11);
+        let lists: Vec<Vec<i64>> = all.chunks(64).map(<[i64]>::to_vec).collect();
+        let mut slabs = Pinned::new(lists.len() * cache.slab_bytes(64));
+        let filling = rng.bytes(lists.len() * cache.slab_bytes(64));
+        slabs.bytes().copy_from_slice(&filling);
+        let plan = cache.plan(pages.addr, 64).unwrap();
+        Slabs { cache, pages, slabs, lists, plan }
+    }
+
+    fn job(&self, direction: Direction, i: usize, mapping: SlotMapping) -> CopyJob {
+        let slab = self.slabs.addr + (i * self.cache.slab_bytes(64)) as u64;
+        job(&self.plan, direction, slab, mapping, 0).unwrap()
+    }
+
+    fn jobs(&self, direction: Direction) -> Vec<CopyJob> {
+        let lists = self.lists.iter().enumerate();
+        lists.map(|(i, l)| self.job(direction, i, SlotMapping::from_slots(l.as_slice()))).collect()
+    }
+
+    /// Launches the jobs and compares both sides with the oracle's work in the order of `moves`.
+    fn check(&mut self, gpu: &Gpu, jobs: &[CopyJob], moves: &[(Direction, usize)]) -> Result<usize, Failed> {
+        let planes = gpu.kernel.register(&self.plan).map_err(text)?;
+        let (mut pages, mut slabs) = (self.pages.read(0, self.pages.len), self.slabs.bytes().to_vec());
+        let bytes = self.cache.slab_bytes(64);
+        for (direction, i) in moves {
+            let slab = &mut slabs[i * bytes..][..bytes];
+            self.cache.reference.copy(*direction, &mut pages, slab, 64, &self.lists[*i], 0);
+        }
+        let stream = Stream::new();
+        gpu.stall(&stream, 5, 0, 0, 0);
+        // SAFETY: pages and slabs live until the wait below.
+        let launched = unsafe { gpu.kernel.launch_many(jobs, &planes, stream.0, LaunchOptions::default()) };
+        let launched = launched.map_err(text)?;
+        launched.iter().try_for_each(|one| one.wait()).map_err(text)?;
+        compare("slabs", self.slabs.bytes(), &slabs)?;
+        compare("cache", &self.pages.read(0, self.pages.len), &pages)?;
+        Ok(launched.len())
+    }
+}
+
+fn batches(gpu: &Gpu) -> Result<(), Failed> {
+    for direction in [Direction::Gather, Direction::Scatter] {
+        // More rounds than the ring has buffers.
+        for seed in 0..12 {
+            let mut setup = Slabs::new(seed);
+            let moves: Vec<_> = (0..setup.lists.len()).map(|i| (direction, i)).collect();
+            let jobs = setup.jobs(direction);
+            let launches = setup.check(gpu, &jobs, &moves)?;
+            if (jobs.len(), launches) != (20, 1) {
+                return Err(format!("{launches} launches for {} slabs", jobs.len()).into());
+            }
+        }
+    }
+    Ok(())
+}
+
+fn mixed_batch(gpu: &Gpu) -> Result<(), Failed> {
+    use Direction::{Gather, Scatter};
+    let mut setup = Slabs::new(60);
+    let on_device = Device::holding(&crate::gpu::slot_bytes(&setup.lists[3]));
+    let (load, store) = (setup.jobs(Scatter), setup.jobs(Gather));
+    let device = SlotMapping::Device { addr: on_device.addr, len: 64 };
+    let jobs = vec![
+        load[0].clone(),
+        load[1].clone(),
+        // The same slab stored, loaded, stored again.
+        store[0].clone(),
+        load[0].clone(),
+        store[0].clone(),
+        setup.job(Gather, 3, device),
+        store[4].clone(),
+        store[5].clone(),
+        store[4].clone(),
+    ];
+    let moves = [
+        (Scatter, 0),
+        (Scatter, 1),
+        (Gather, 0),
+        (Scatter, 0),
+        (Gather, 0),
+        (Gather, 3),
+        (Gather, 4),
+        (Gather, 5),
+        (Gather, 4),
+    ];
+    setup.check(gpu, &jobs, &moves)?;
+    Ok(())
 }
 
 fn unregistered(gpu: &Gpu) -> Result<(), Failed> {

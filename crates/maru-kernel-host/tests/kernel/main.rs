@@ -2,6 +2,7 @@
 //! with the reason; `MARU_REQUIRE_CXX=1` makes that a failure already when the crate is built.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod batches;
 #[path = "../../../maru-kernel-cuda/tests/common/cases.rs"]
 mod cases;
 mod edges;
@@ -16,6 +17,7 @@ fn main() {
     let mut trials = Vec::new();
     trials.extend(layouts::trials());
     trials.extend(edges::trials());
+    trials.extend(batches::trials());
     trials.push(Trial::test("random_strides", strides::random_strides));
     if let Some(reason) = maru_kernel_host::MISSING {
         eprintln!("no C++ compiler, so the kernel's source was not compiled: {reason}");

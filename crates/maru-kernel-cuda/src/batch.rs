@@ -1,0 +1,129 @@
+//! Many slabs of one cache in few launches: between two launches the link runs dry for some microseconds, which
+//! small slabs feel.
+
+use cudarc::driver::sys::{self, CUstream};
+use maru_layout::CopyJob;
+
+use crate::driver::{Current, check};
+use crate::geometry::{BatchLaunch, Limits};
+use crate::launched::State;
+use crate::ring::CAPACITY;
+use crate::{KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable};
+
+impl PagedCopyKernel {
+    /// Puts the transfers of one cache on the caller's stream and returns at once. Neighbours in the list that
+    /// differ in slab and slots only share a launch, as far as their slots are on the host; others go one by
+    /// one, as [`PagedCopyKernel::launch`] takes them.
+    ///
+    /// Returns what was launched, in stream order; the last is over last.
+    ///
+    /// # Errors
+    /// As [`PagedCopyKernel::launch`]; what was queued before is then waited for.
+    ///
+    /// # Safety
+    /// As [`PagedCopyKernel::launch`], for every job.
+    pub unsafe fn launch_many(
+        &self,
+        jobs: &[CopyJob],
+        planes: &PlaneTable,
+        stream: CUstream,
+        options: LaunchOptions,
+    ) -> Result<Vec<Launched>, KernelError> {
+        let mut queued = Vec::new();
+        // SAFETY: the caller's promises, passed on.
+        match unsafe { self.queue_many(jobs, planes, stream, options, &mut queued) } {
+            Ok(()) => Ok(queued),
+            Err(error) => {
+                for launched in &queued {
+                    if let Err(other) = launched.wait() {
+                        tracing::error!(error = %other, "an earlier slab of a failed batch had failed too");
+                    }
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`PagedCopyKernel::launch_many`].
+    unsafe fn queue_many(
+        &self,
+        jobs: &[CopyJob],
+        planes: &PlaneTable,
+        stream: CUstream,
+        options: LaunchOptions,
+        queued: &mut Vec<Launched>,
+    ) -> Result<(), KernelError> {
+        if let Some(job) = jobs.iter().find(|job| !planes.is_of(job.plan().bases())) {
+            tracing::debug!(planes = job.plan().bases().len(), "a job of another cache in a batch");
+            return Err(KernelError::WrongPlanes);
+        }
+        // SAFETY: the stream is the caller's promise. A graph must not use the ring.
+        let batches = jobs.len() > 1 && !unsafe { self.is_capturing(stream) }?;
+        let limits = Limits::blocks(options.sm_budget);
+        let mut rest = jobs;
+        while let Some(job) = rest.first() {
+            let batch = batches.then(|| BatchLaunch::new(rest, planes.addr(), limits, CAPACITY)).flatten();
+            if let Some(batch) = batch {
+                let (together, others) = rest.split_at(batch.jobs);
+                // SAFETY: the caller's promises, passed on.
+                if let Some(launched) = unsafe { self.launch_batch(batch, together, planes, stream) }? {
+                    queued.push(launched);
+                    rest = others;
+                    continue;
+                }
+            }
+            // SAFETY: the caller's promises, passed on.
+            queued.push(unsafe { self.launch(job, planes, stream, options) }?);
+            rest = &rest[1..];
+        }
+        Ok(())
+    }
+
+    /// One launch for several jobs; `None` if the ring has no room now.
+    ///
+    /// # Safety
+    /// As [`PagedCopyKernel::launch_many`]; the stream is not being captured.
+    unsafe fn launch_batch(
+        &self,
+        mut batch: BatchLaunch,
+        jobs: &[CopyJob],
+        planes: &PlaneTable,
+        stream: CUstream,
+    ) -> Result<Option<Launched>, KernelError> {
+        let kernel = &self.inner;
+        let _current = Current::enter(&kernel.context)?;
+        let ticket = kernel.tickets.take()?;
+        let shape = (batch.entry, batch.blocks, batch.threads);
+        let planned = batch;
+        let lists = jobs.iter().map(|job| planned.slots(job));
+        let start = |addr| {
+            batch.set_slots(addr);
+            // SAFETY: the arguments come from checked jobs and a filled buffer; their memory is the caller's
+            // promise.
+            unsafe { kernel.start_entry(shape, &batch.args, stream) }
+        };
+        // SAFETY: the stream is the caller's promise.
+        let uploaded = unsafe { kernel.ring.with_slots(lists, stream, start) };
+        if uploaded == Ok(false) {
+            kernel.tickets.give_back(ticket, true);
+            return Ok(None);
+        }
+        let queued = uploaded.and_then(|_| {
+            // SAFETY: the ticket is owned here; the stream is the caller's promise.
+            check("cuEventRecord", unsafe { sys::cuEventRecord(ticket.event, stream) })
+        });
+        if let Err(error) = queued {
+            // Memory named by the jobs may be reused once this returns.
+            // SAFETY: the stream is the caller's promise.
+            let drained = check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) });
+            if drained.is_ok() {
+                kernel.tickets.give_back(ticket, true);
+            }
+            return Err(error);
+        }
+        let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
+        let state = State::Queued { ticket, reports: false };
+        Ok(Some(Launched { kernel: kernel.clone(), _planes: planes.clone(), state, num_slots }))
+    }
+}
