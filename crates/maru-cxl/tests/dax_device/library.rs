@@ -42,10 +42,10 @@ fn map_part(device: &DaxDevice, offset: u64, len: u64) -> Result<Region, CxlErro
     Mapping::map(device, &MapOptions { offset, len, ..MapOptions::default() }).map(Region::new)
 }
 
-/// Clears the header and the directory, as on fresh memory.
+/// Clears the header and the directory, under this and other alignments, as on fresh memory.
 fn wipe(device: &DaxDevice) {
     let region = map(device);
-    for offset in [0, device.align()] {
+    for offset in [0, 4096, 2 * MIB, device.align()] {
         region.slab(offset, 4096).unwrap().write_at(0, &[0; 4096]).unwrap();
     }
 }
