@@ -8,7 +8,7 @@ use crate::coherence::Coherence;
 use crate::directory::{Entry, SlabDirectory};
 use crate::slab::Slab;
 
-/// Options of [`SlabPool::create`].
+/// Options of [`SlabPool::create`](crate::SlabPool::create).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PoolOptions {
     /// Bytes of one slab. Required.
@@ -22,7 +22,7 @@ pub struct PoolOptions {
     pub coherence: Coherence,
 }
 
-/// Options of [`SlabPool::open`].
+/// Options of [`SlabPool::open`](crate::SlabPool::open).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OpenOptions {
     /// Open for writing: allocate, publish, withdraw. One process at a time.
