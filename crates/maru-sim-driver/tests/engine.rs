@@ -1,1 +1,411 @@
-fn main() {}
+//! The whole engine on the simulated driver: a device cache, slabs in registered memory, both directions.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+#[macro_use]
+mod common;
+
+#[path = "../../maru-kernel-cuda/tests/common/cases.rs"]
+mod cases;
+
+use std::sync::Arc;
+
+use cases::{Cache, Dims, Images, ORDERS, Rng, compare, random_slots};
+use common::{Device, Stream, context, current, unbind};
+use maru_cxl::{CudaRegistrar, Region, RegisterOptions, Slab};
+use maru_layout::{CacheSpec, DType, Direction, SlotMapping};
+use maru_sim_driver::{CopyKind, Session};
+use maru_transfer::config::{BackendChoice, Config, DeviceChoice, PoolConfig};
+use maru_transfer::{
+    CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine, TransferError, TransferRequest,
+};
+
+fn main() {
+    common::main(tests![
+        conformance_of_the_native_backend,
+        an_unregistered_slab_under_native_is_an_error,
+        the_native_backend_opens_or_says_why,
+        a_pool_of_the_engine_is_registered_and_given_back,
+        submit_returns_before_the_bytes_are_moved,
+        transfers_are_ordered_by_the_callers_stream,
+        a_dropped_transfer_waits,
+        a_region_outlives_its_transfer,
+        every_call_of_a_submit_fails_once,
+        a_lost_context_is_said_and_nothing_hangs,
+        c17_two_engines_on_two_devices,
+        c17_a_thread_without_a_context,
+        c21_seventy_thousand_slots_and_none,
+    ]);
+}
+
+const DIMS: Dims =
+    Dims { layers: 2, blocks: 6, block_size: 4, heads: 3, head_size: 8, dtype: DType::Bf16, pad: 0 };
+
+fn config(device: u32, tokens: u64) -> Config {
+    let mut config = Config::default();
+    config.transfer.device = DeviceChoice::Cuda(device);
+    config.transfer.backend = BackendChoice::Native;
+    config.transfer.kv_chunk_tokens = tokens.try_into().unwrap();
+    config
+}
+
+/// One cache on the device and one slab, with what the oracle makes of a transfer.
+struct Setup {
+    paged: Device,
+    registered: RegisteredCache,
+    slab: Slab,
+    images: Images,
+    slots: Vec<i64>,
+    direction: Direction,
+}
+
+impl Setup {
+    /// The current context is of the engine's device.
+    fn new(
+        session: &Session,
+        engine: &TransferEngine,
+        name: &str,
+        dims: Dims,
+        direction: Direction,
+    ) -> Setup {
+        let order = ORDERS.iter().find(|o| o.name == name).unwrap();
+        let cache = Cache::new(order, dims).unwrap();
+        let tokens = cache.layout.num_slots();
+        let mut rng = Rng::new(tokens);
+        let slots = random_slots(&mut rng, tokens, usize::try_from(tokens).unwrap(), 5);
+        let images = Images::new(&cache, direction, tokens, &slots, 0, &mut rng);
+        let paged = Device::of(session, &images.cache);
+        let reference = &cache.reference;
+        let span = reference.tensor.span_bytes();
+        let mut list: Vec<CacheTensor> = reference
+            .tensors
+            .iter()
+            .map(|at| CacheTensor { addr: paged.addr + at, len: span, desc: reference.tensor.clone() })
+            .collect();
+        let layers = usize::try_from(reference.layers).unwrap();
+        let tensors = match list.len() {
+            1 if layers > 1 => Tensors::CrossLayer(list.remove(0)),
+            n if n == 2 * layers => Tensors::Split { v: list.split_off(layers), k: list },
+            _ => Tensors::PerLayer(list),
+        };
+        let spec = CacheSpec {
+            block_size: Some(reference.block_size),
+            axes: Some(reference.axes.clone()),
+            mla: name.contains("mla"),
+            ..CacheSpec::default()
+        };
+        let Place::Cuda(device) = engine.place() else { panic!("{}", engine.place()) };
+        // SAFETY: the cache's memory lives as long as the setup.
+        let paged_cache =
+            unsafe { PagedCache::new(&tensors, &spec, Place::Cuda(device), Some(layers)) }.unwrap();
+        let registered = engine.register(paged_cache).unwrap();
+        let len = images.slab.len() as u64;
+        let slab = Region::anonymous(len).unwrap().slab(0, len).unwrap();
+        slab.write_at(0, &images.slab).unwrap();
+        Setup { paged, registered, slab, images, slots, direction }
+    }
+
+    fn pinned(self, device: usize) -> Setup {
+        let registrar = CudaRegistrar::open(device).unwrap();
+        context(device);
+        let options = RegisterOptions { required: true, ..RegisterOptions::default() };
+        self.slab.region().register(Arc::new(registrar), options).unwrap();
+        self
+    }
+
+    fn request(&self) -> TransferRequest {
+        let slots = SlotMapping::from_slots(self.slots.clone());
+        let tokens = self.slots.len() as u64;
+        match self.direction {
+            Direction::Gather => TransferRequest::gather(&self.registered, slots, &self.slab),
+            _ => TransferRequest::scatter(&self.registered, slots, &self.slab),
+        }
+        .slab_tokens(tokens)
+    }
+
+    fn slab_bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.images.slab.len()];
+        self.slab.read_at(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn check(&self, session: &Session) {
+        compare("cache", &self.paged.read(session), &self.images.cache_after).unwrap();
+        compare("slab", &self.slab_bytes(), &self.images.slab_after).unwrap();
+    }
+
+    fn untouched(&self, session: &Session) -> bool {
+        self.paged.read(session) == self.images.cache && self.slab_bytes() == self.images.slab
+    }
+
+    fn restore(&self, session: &Session) {
+        assert!(session.poke(self.paged.addr, &self.images.cache));
+        self.slab.write_at(0, &self.images.slab).unwrap();
+    }
+}
+
+fn on(stream: &Stream) -> maru_transfer::Stream {
+    // SAFETY: tests keep the stream until their transfers are done.
+    unsafe { maru_transfer::Stream::cuda(stream.0.expose_provenance()) }
+}
+
+fn conformance_of_the_native_backend(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let names = [
+        "blocks_first_nhd",
+        "blocks_first_hnd",
+        "kv_first_nhd",
+        "fused_lbnhc",
+        "fused_lhbnc",
+        "mla",
+        "sglang_split_slots",
+        "cross_layer",
+        "trt_llm",
+    ];
+    for shift in [0, 1] {
+        session.set("shift", shift);
+        for name in names {
+            for direction in [Direction::Gather, Direction::Scatter] {
+                let setup = Setup::new(session, &engine, name, DIMS, direction).pinned(0);
+                session.clear_records();
+                let transfer = engine.submit(&setup.request()).unwrap();
+                assert_eq!(transfer.backend(), "native");
+                transfer.wait().unwrap();
+                setup.check(session);
+                assert!(session.records().iter().any(|r| r.kind == CopyKind::Kernel), "{name}");
+            }
+        }
+    }
+}
+
+fn an_unregistered_slab_under_native_is_an_error(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Gather);
+    session.clear_records();
+    let error = engine.submit(&setup.request()).unwrap_err();
+    assert_eq!(error.kind(), "not_available", "{error}");
+    assert!(error.to_string().contains("not registered"), "{error}");
+    assert!(session.records().is_empty() && setup.untouched(session));
+}
+
+fn the_native_backend_opens_or_says_why(session: &Session) {
+    for (function, code) in [("cuInit", 100), ("cuDeviceGetCount", 999), ("cuDevicePrimaryCtxRetain", 2)] {
+        session.fail_from(function, 1, code);
+        let error = TransferEngine::open(&config(0, 24)).unwrap_err();
+        assert_eq!(error.kind(), "not_available", "{function}: {error}");
+        session.clear_faults();
+    }
+    session.set("devices", 1);
+    let error = TransferEngine::open(&config(1, 24)).unwrap_err();
+    assert_eq!(error.kind(), "not_available", "{error}");
+    assert_eq!(session.census().contexts, 0);
+    TransferEngine::open(&config(0, 24)).unwrap();
+}
+
+fn a_pool_of_the_engine_is_registered_and_given_back(session: &Session) {
+    let _context = context(0);
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let before = session.census();
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let mut pool = PoolConfig::new(dir.path().join("pool"));
+    pool.size = 8 << 20;
+    let slabs = engine.create_pool(&pool, 1 << 20, false).unwrap();
+    assert_eq!(session.census().registrations, 1);
+    let slab = slabs.alloc().unwrap().unwrap();
+    assert!(slab.device_addr().is_some());
+    drop((slab, slabs));
+    assert_eq!(session.census().registrations, 0);
+    // Refused and not required: the pool works without.
+    session.fail("cuMemHostRegister", 1, 1);
+    let slabs = engine.open_pool(&pool, true).unwrap();
+    assert_eq!(slabs.alloc().unwrap().unwrap().device_addr(), None);
+    drop(slabs);
+    let mut required = config(0, 24);
+    required.cxl.require_registration = true;
+    let strict = TransferEngine::open(&required).unwrap();
+    session.fail("cuMemHostRegister", 1, 1);
+    let error = strict.open_pool(&pool, true).err().unwrap().to_string();
+    assert!(error.contains("CUDA_ERROR_INVALID_VALUE"), "{error}");
+    drop((engine, strict));
+    context(0);
+    assert_eq!(session.census(), before, "an engine leaves nothing behind");
+}
+
+fn submit_returns_before_the_bytes_are_moved(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Gather).pinned(0);
+    let stream = Stream::new(true);
+    let hold = session.hold();
+    let mut transfer = engine.submit(&setup.request().on(on(&stream))).unwrap();
+    assert!(!transfer.is_done().unwrap() && setup.untouched(session));
+    drop(hold);
+    transfer.wait().unwrap();
+    setup.check(session);
+}
+
+fn transfers_are_ordered_by_the_callers_stream(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let setup = Setup::new(session, &engine, "fused_lbnhc", DIMS, Direction::Gather).pinned(0);
+    let stream = Stream::new(true);
+    let written = Device::of(session, &setup.images.cache);
+    assert!(session.poke(setup.paged.addr, &vec![0; setup.paged.len]));
+    session.set("delay_us", 3000);
+    ok!(cuMemcpyDtoDAsync_v2(setup.paged.addr, written.addr, written.len, stream.0));
+    let transfer = engine.submit(&setup.request().on(on(&stream))).unwrap();
+    // Ordered behind the transfer, so it does no harm.
+    ok!(cuMemsetD8Async(setup.paged.addr, 0xee, setup.paged.len, stream.0));
+    transfer.wait().unwrap();
+    stream.wait();
+    compare("slab", &setup.slab_bytes(), &setup.images.slab_after).unwrap();
+}
+
+fn a_dropped_transfer_waits(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Gather).pinned(0);
+    session.set("delay_us", 10_000);
+    drop(engine.submit(&setup.request()).unwrap());
+    setup.check(session);
+}
+
+fn a_region_outlives_its_transfer(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let mut setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Scatter).pinned(0);
+    session.set("delay_us", 10_000);
+    let transfer = engine.submit(&setup.request()).unwrap();
+    let one = Region::anonymous(4096).unwrap().slab(0, 4096).unwrap();
+    drop(std::mem::replace(&mut setup.slab, one));
+    assert_eq!(session.census().registrations, 1);
+    transfer.wait().unwrap();
+    compare("cache", &setup.paged.read(session), &setup.images.cache_after).unwrap();
+    context(0);
+    assert_eq!(session.census().registrations, 0);
+}
+
+fn every_call_of_a_submit_fails_once(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let stream = Stream::new(true);
+    for direction in [Direction::Gather, Direction::Scatter] {
+        let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, direction).pinned(0);
+        let run = || -> Result<(), TransferError> {
+            setup.restore(session);
+            engine.submit(&setup.request().on(on(&stream)))?.wait()?;
+            setup.check(session);
+            Ok(())
+        };
+        run().unwrap();
+        let calls = [
+            "cuLaunchKernel",
+            "cuEventRecord",
+            "cuStreamIsCapturing",
+            "cuStreamWaitEvent",
+            "cuEventQuery",
+            "cuMemcpyHtoDAsync",
+            "cuMemcpyDtoHAsync",
+            "cuMemcpy2DAsync",
+            "cuEventSynchronize",
+        ];
+        for function in calls {
+            for nth in 1.. {
+                let before = session.census();
+                session.fail(function, nth, 801);
+                let outcome = run();
+                let reached = session.faults_left() == 0;
+                session.clear_faults();
+                if !reached {
+                    outcome.unwrap();
+                    break;
+                }
+                if let Err(error) = outcome {
+                    assert_eq!(error.kind(), "driver", "{function} call {nth}: {error}");
+                }
+                // Nothing is in flight unless the wait was what failed.
+                assert!(session.queued() == 0 || function == "cuEventSynchronize", "{function} call {nth}");
+                stream.wait();
+                run().unwrap();
+                assert_eq!(session.census(), before, "{function} call {nth}");
+            }
+        }
+    }
+}
+
+fn a_lost_context_is_said_and_nothing_hangs(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Gather).pinned(0);
+    session.fail_later("cuLaunchKernel", 1, 700);
+    let outcome = engine.submit(&setup.request()).and_then(maru_transfer::Transfer::wait);
+    assert_eq!(outcome.unwrap_err().kind(), "context_lost");
+    for _ in 0..3 {
+        let error = engine.submit(&setup.request()).unwrap_err();
+        assert_eq!(error.kind(), "context_lost", "{error}");
+    }
+    session.poison(0, 0);
+}
+
+fn c17_two_engines_on_two_devices(session: &Session) {
+    let contexts = [context(0), context(1)];
+    let engines = [0, 1].map(|n| TransferEngine::open(&config(n, 24)).unwrap());
+    for i in 0..10 {
+        let device = i % 2;
+        contexts[device].bind_to_thread().unwrap();
+        let direction = if i < 5 { Direction::Gather } else { Direction::Scatter };
+        let setup = Setup::new(session, &engines[device], "kv_first_hnd", DIMS, direction).pinned(device);
+        contexts[1 - device].bind_to_thread().unwrap();
+        let before = current();
+        engines[device].submit(&setup.request()).unwrap().wait().unwrap();
+        assert_eq!(current(), before);
+        setup.check(session);
+    }
+    // A stream of the other device is an error.
+    contexts[1].bind_to_thread().unwrap();
+    let foreign = Stream::new(true);
+    contexts[0].bind_to_thread().unwrap();
+    let setup = Setup::new(session, &engines[0], "kv_first_hnd", DIMS, Direction::Gather).pinned(0);
+    let error = engines[0].submit(&setup.request().on(on(&foreign))).unwrap_err();
+    assert!(error.to_string().contains("INVALID_HANDLE"), "{error}");
+    assert!(setup.untouched(session));
+}
+
+fn c17_a_thread_without_a_context(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Gather).pinned(0);
+    let request = setup.request();
+    std::thread::scope(|scope| {
+        scope
+            .spawn(|| {
+                unbind();
+                engine.submit(&request).unwrap().wait().unwrap();
+                assert_eq!(current(), 0);
+            })
+            .join()
+            .unwrap();
+    });
+    setup.check(session);
+}
+
+fn c21_seventy_thousand_slots_and_none(session: &Session) {
+    let _context = context(0);
+    let engine = TransferEngine::open(&config(0, 24)).unwrap();
+    let dims = Dims { layers: 1, blocks: 4375, block_size: 16, heads: 1, head_size: 8, ..DIMS };
+    for direction in [Direction::Gather, Direction::Scatter] {
+        let setup = Setup::new(session, &engine, "blocks_first_nhd", dims, direction).pinned(0);
+        assert_eq!(setup.slots.len(), 70_000);
+        engine.submit(&setup.request()).unwrap().wait().unwrap();
+        setup.check(session);
+    }
+    let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Gather).pinned(0);
+    let none = TransferRequest::gather(&setup.registered, SlotMapping::from_slots(Vec::new()), &setup.slab)
+        .partial(true);
+    session.clear_records();
+    engine.submit(&none).unwrap().wait().unwrap();
+    assert!(session.records().is_empty() && setup.untouched(session));
+    engine.submit(&setup.request()).unwrap().wait().unwrap();
+    setup.check(session);
+}
