@@ -93,7 +93,7 @@ fn device_fill(registrar: &CudaRegistrar, slab: &maru_cxl::Slab, mark: u8) {
     assert!(bytes.iter().all(|&byte| byte == mark));
 }
 
-/// CASES C07: cap 4 MiB, region 10 MiB, slab 3 MiB; one copy of each slab, and one launch.
+/// Case C07: cap 4 MiB, region 10 MiB, slab 3 MiB; one copy of each slab, and one launch.
 fn pieces(registrar: Arc<CudaRegistrar>) {
     let dir = scratch();
     let (_path, region) = new_file_region(&dir, 10 * MIB);

@@ -76,7 +76,7 @@ fn a_dangling_link_does_not_become_a_file() {
     assert!(!target.exists());
 }
 
-/// CASES C22: a directory as path.
+/// Case C22: a directory as path.
 #[test]
 fn c22_a_directory_is_refused_by_name() {
     let dir = scratch();
@@ -258,7 +258,7 @@ fn remove_file_spares_a_successor_of_the_same_name() {
     other.remove_file().unwrap();
 }
 
-/// CASES C14: two pools of one configuration on the same bytes.
+/// Case C14: two pools of one configuration on the same bytes.
 #[test]
 fn c14_overlapping_pools_are_refused_whatever_path_names_them() {
     let dir = scratch();

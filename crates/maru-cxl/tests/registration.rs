@@ -38,7 +38,7 @@ fn reserve(len: u64) -> Region {
     unsafe { Region::from_raw_parts(start, len, Box::new(map)) }.unwrap()
 }
 
-/// CASES C07 (i): a driver that fails at 2^39 bytes and above. The region is split, all of it is pinned.
+/// Case C07 (i): a driver that fails at 2^39 bytes and above. The region is split, all of it is pinned.
 #[test]
 fn c07_a_region_over_the_driver_limit_is_split_and_fully_registered() {
     let len = (1 << 39) + (1 << 30);
@@ -52,7 +52,7 @@ fn c07_a_region_over_the_driver_limit_is_split_and_fully_registered() {
     assert!(driver.registered().is_empty());
 }
 
-/// CASES C07 (ii): the third of four pieces fails. Pieces 2 and 1 are unregistered in that order.
+/// Case C07 (ii): the third of four pieces fails. Pieces 2 and 1 are unregistered in that order.
 #[test]
 fn c07_a_failing_piece_rolls_back_in_reverse_order() {
     let region = Region::anonymous(10 * MIB).unwrap();
@@ -87,7 +87,7 @@ fn c07_a_failing_piece_rolls_back_in_reverse_order() {
     region.register(driver, pieces()).unwrap();
 }
 
-/// CASES C07, real run: slabs of 3 MiB, each within one piece.
+/// Case C07, real run: slabs of 3 MiB, each within one piece.
 #[test]
 fn c07_no_slab_of_a_pool_crosses_two_pieces() {
     let region = Region::anonymous(10 * MIB).unwrap();
@@ -117,7 +117,7 @@ fn slabs_that_straddle_pieces_of_an_earlier_registration_stay_unused() {
     assert!(slabs.iter().all(|slab| slab.is_registered() && slab.device_addr().is_some()));
 }
 
-/// CASES C15: the device reaches the memory at another address than the host.
+/// Case C15: the device reaches the memory at another address than the host.
 #[test]
 fn c15_the_device_address_is_the_drivers_and_unregistering_uses_the_hosts() {
     let region = Region::anonymous(10 * MIB).unwrap();
@@ -136,7 +136,7 @@ fn c15_the_device_address_is_the_drivers_and_unregistering_uses_the_hosts() {
     assert_eq!(calls[calls.len() - 4..], end);
 }
 
-/// CASES C15: no mapped address: the memory is registered, but no kernel may be given an address.
+/// Case C15: no mapped address: the memory is registered, but no kernel may be given an address.
 #[test]
 fn c15_without_a_device_address_no_slab_has_one() {
     let region = Region::anonymous(MIB).unwrap();
@@ -147,7 +147,7 @@ fn c15_without_a_device_address_no_slab_has_one() {
     assert_eq!(slab.device_addr(), None);
 }
 
-/// CASES C20: refusal is an error with code, address, size, backing and hint.
+/// Case C20: refusal is an error with code, address, size, backing and hint.
 #[test]
 fn c20_a_required_registration_that_fails_says_everything() {
     let dir = common::scratch();
@@ -161,7 +161,7 @@ fn c20_a_required_registration_that_fails_says_everything() {
     }
 }
 
-/// CASES C20: where unpinned memory is allowed the region works on, and says so.
+/// Case C20: where unpinned memory is allowed the region works on, and says so.
 #[test]
 fn c20_an_optional_registration_that_fails_leaves_a_working_region() {
     let region = Region::anonymous(MIB).unwrap();

@@ -97,7 +97,7 @@ fn a_link_to_a_dax_device_is_accepted() {
     DaxDevice::open_with_sysfs(&link, sysfs.path()).unwrap();
 }
 
-/// CASES C14, with its numbers: align 2 MiB, device 64 MiB.
+/// Case C14, with its numbers: align 2 MiB, device 64 MiB.
 #[test]
 fn c14_misaligned_and_outside_ranges_state_alignment_or_size() {
     let sysfs = Sysfs::new("67108864", "2097152");
@@ -113,7 +113,7 @@ fn c14_misaligned_and_outside_ranges_state_alignment_or_size() {
     }
 }
 
-/// CASES C14: a length that is no multiple is rounded up inside the device, and the true size reported.
+/// Case C14: a length that is no multiple is rounded up inside the device, and the true size reported.
 #[test]
 fn c14_a_length_is_rounded_up_inside_the_device() {
     let sysfs = Sysfs::new("67108864", "2097152");
@@ -129,7 +129,7 @@ fn a_size_that_is_no_multiple_of_the_alignment_is_rounded_down() {
     assert_eq!(sysfs.open().unwrap().len(), 4 * MIB);
 }
 
-/// CASES C22: a node whose driver is not `device_dax`.
+/// Case C22: a node whose driver is not `device_dax`.
 #[test]
 fn c22_system_ram_and_unbound_devices_come_with_the_remedy() {
     let sysfs = Sysfs::new("67108864", "2097152");
@@ -147,7 +147,7 @@ fn c22_system_ram_and_unbound_devices_come_with_the_remedy() {
     assert!(sysfs.open().unwrap_err().to_string().contains("no mmap"));
 }
 
-/// CASES C22: the size printed as -1 by some kernels.
+/// Case C22: the size printed as -1 by some kernels.
 #[test]
 fn c22_a_bad_size_is_an_error_not_two_to_the_64() {
     for size in ["0", "-1", "abc"] {

@@ -201,7 +201,7 @@ mod tests {
         assert!(is_dax(&dir));
     }
 
-    /// CASES C22: a bad size text is an error that quotes it, never 2^64-1.
+    /// Case C22: a bad size text is an error that quotes it, never 2^64-1.
     #[test]
     fn c22_bad_size_texts_are_errors() {
         for text in ["0", "-1", "abc", "", "18446744073709551615", "4096x"] {
@@ -237,7 +237,7 @@ mod tests {
         assert!(matches!(attributes(&dir, Path::new("x")), Err(CxlError::BadAttribute { what: "size", .. })));
     }
 
-    /// CASES C22: one error per cause of a failed open.
+    /// Case C22: one error per cause of a failed open.
     #[test]
     fn c22_open_errors_name_their_cause() {
         let (_root, dir) = fake("1", "1");

@@ -103,7 +103,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// CASES C07: cap 4 MiB, region 10 MiB, slab 3 MiB.
+    /// Case C07: cap 4 MiB, region 10 MiB, slab 3 MiB.
     #[test]
     fn c07_pieces_end_on_slab_borders() {
         let pieces = cut(0, 10 * MIB, &options(4 * MIB, 3 * MIB, 0)).unwrap();
