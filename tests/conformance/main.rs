@@ -193,7 +193,7 @@ fn one(
     };
     // SAFETY: the tensors lie in `memory`, which outlives the cache and is touched by this thread only.
     let cache =
-        unsafe { PagedCache::new(&tensors, &built.spec, Place::Host, None) }.map_err(|e| e.to_string())?;
+        unsafe { PagedCache::new(&tensors, &built.spec, engine.place(), None) }.map_err(|e| e.to_string())?;
     let layers = cache.layers();
     let cache = engine.register(cache).map_err(|e| e.to_string())?;
 

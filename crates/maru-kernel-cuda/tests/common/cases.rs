@@ -190,7 +190,8 @@ pub(crate) fn job(
     skip: u64,
 ) -> Result<CopyJob, LayoutError> {
     let len = plan.slab().bytes();
-    let slab = SlabSpan { host: None, device: Some(slab), len };
+    // Pinned memory has one address here; the kernel only looks at the device's.
+    let slab = SlabSpan { host: Some(slab), device: Some(slab), len };
     let request = JobRequest { direction, slab, slots, skip_tokens: skip, partial: true, layers: None };
     CopyJob::new(plan.clone(), request)
 }

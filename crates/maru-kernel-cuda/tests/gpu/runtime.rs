@@ -52,6 +52,8 @@ fn context_restored(gpu: &Gpu) -> Result<(), Failed> {
     let ours = gpu.context.cu_ctx();
     let mut other = std::ptr::null_mut();
     cu!(cuCtxCreate_v2(&mut other, 0, gpu.context.cu_device()));
+    // Making it pushed it; setting null later pops one, and nothing must be left below.
+    cu!(cuCtxPopCurrent_v2(&mut other));
     for caller in [other, std::ptr::null_mut(), ours] {
         cu!(cuCtxSetCurrent(caller));
         let planes = gpu.kernel.register(&setup.plan).map_err(text)?;
