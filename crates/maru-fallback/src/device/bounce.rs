@@ -90,30 +90,38 @@ impl Inner {
         let token_bytes = g.kv_planes * g.token_bytes();
         let room = bounce.part_bytes / token_bytes;
         if room == 0 {
-            drop(lock);
             // SAFETY: the caller's promises, passed on.
             return unsafe { self.pageable_by_driver(job, runs, host, stream) };
         }
-        let ticket = self.tickets.take_event()?;
+        // A store is over when the call returns; for a load the event is taken before anything is queued.
+        let ticket = match job.direction() {
+            Direction::Gather => None,
+            Direction::Scatter => Some(self.tickets.take_event()?),
+        };
         let mut done = 0;
         // SAFETY: as above.
         let passed = unsafe { self.pass(bounce, job, &split(runs, room), room, host, stream, &mut done) };
-        // SAFETY: an event of ours; the stream is the caller's promise.
-        let passed = passed.and_then(|()| unsafe { ticket.record(stream) });
-        match (passed, job.direction()) {
-            (Ok(()), Direction::Scatter) => Ok(State::Queued(ticket)),
-            (Ok(()), Direction::Gather) => {
-                self.tickets.give_back(ticket, false);
-                Ok(State::Done)
-            }
-            (Err(error), _) => {
-                // SAFETY: the stream is the caller's promise.
-                let (source, drained) = unsafe { drain(stream, error) };
-                self.tickets.give_back(ticket, drained);
-                let layers_done = if drained { done } else { 0 };
-                Err(FallbackError::CopyFailed { layers_done, layers: job.layer_count(), source })
-            }
+        let passed = passed.and_then(|()| match &ticket {
+            None => Ok(()),
+            // SAFETY: an event of ours; the stream is the caller's promise.
+            Some(ticket) => unsafe { ticket.record(stream) },
+        });
+        let error = match (passed, ticket) {
+            (Ok(()), None) => return Ok(State::Done),
+            (Ok(()), Some(ticket)) => return Ok(State::Queued(ticket)),
+            (Err(error), _) => error,
+        };
+        // SAFETY: the stream is the caller's promise.
+        let (source, drained) = unsafe { drain(stream, error) };
+        if let Some(ticket) = ticket {
+            self.tickets.give_back(ticket, drained);
         }
+        if !drained && let Some(bounce) = lock.take() {
+            // The device may still use it, so nobody else does; the next call makes another.
+            std::mem::forget(bounce);
+        }
+        let layers_done = if drained { done } else { 0 };
+        Err(FallbackError::CopyFailed { layers_done, layers: job.layer_count(), source })
     }
 
     /// Moves window after window.

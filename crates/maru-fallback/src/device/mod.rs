@@ -28,11 +28,12 @@ use queue::{Abilities, Queue, Side};
 
 /// Driver functions that are called here, or by cudarc's context. One that is missing would panic when it is
 /// called, so all are looked up before.
-const SYMBOLS: [&str; 25] = [
+const SYMBOLS: [&str; 26] = [
     "cuCtxGetCurrent",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuCtxSetCurrent",
+    "cuCtxSynchronize",
     "cuDeviceGetAttribute",
     "cuDevicePrimaryCtxRelease_v2",
     "cuEventCreate",
@@ -334,14 +335,20 @@ unsafe fn queue_plan(queue: &mut Queue, plan: &Plan<'_>, done: &mut u32) -> Resu
 /// report and whether nothing is in flight any more.
 ///
 /// # Safety
-/// The stream is live.
+/// The stream is live; its context is current.
 unsafe fn drain(stream: CUstream, error: DriverError) -> (DriverError, bool) {
     // SAFETY: the caller's promise.
-    match unsafe { streams::synchronize(stream) } {
+    let waited = unsafe { streams::synchronize(stream) }.or_else(|_| {
+        // SAFETY: waits for the current context.
+        check("cuCtxSynchronize", unsafe { sys::cuCtxSynchronize() })
+    });
+    match waited {
         Ok(()) => (error, true),
+        // Nothing queued there will run any more.
+        Err(worse) if worse.is_context_lost() => (worse, false),
         Err(worse) => {
-            tracing::error!(error = %worse, "waiting for copies after an error failed");
-            if worse.is_context_lost() { (worse, false) } else { (error, false) }
+            tracing::error!(error = %worse, "copies may still be in flight after an error");
+            (error, false)
         }
     }
 }
