@@ -69,28 +69,48 @@ const MOVERS: &[Mover] = &[
     },
 ];
 
+/// Where a mover's trials run, and why not.
+struct Stage {
+    suffix: &'static str,
+    ignored: Option<String>,
+}
+
+/// The host for host movers. For device movers a GPU, and, where there is none, a simulated driver that runs
+/// the kernel's own source: it proves everything but the hardware.
+fn stages(mover: &Mover, no_gpu: Option<&str>, no_simulator: Option<&str>) -> Vec<Stage> {
+    if !mover.gpu {
+        return vec![Stage { suffix: "", ignored: None }];
+    }
+    let required = |variable| std::env::var_os(variable).is_some();
+    let gpu = no_gpu.filter(|_| !required("MARU_REQUIRE_GPU")).map(|reason| format!("no GPU: {reason}"));
+    let mut stages = vec![Stage { suffix: "", ignored: gpu }];
+    if no_gpu.is_some() && !required("MARU_REQUIRE_GPU") {
+        let reason = no_simulator.filter(|_| !required("MARU_REQUIRE_CXX"));
+        stages.push(Stage { suffix: "::simulated", ignored: reason.map(|r| format!("no simulator: {r}")) });
+    }
+    stages
+}
+
 fn main() {
     let args = Arguments::from_args();
     let no_gpu = maru::kernel::availability(0).err().map(|e| e.to_string());
-    let required = std::env::var_os("MARU_REQUIRE_GPU").is_some();
+    // The simulator takes the place of a driver that is not there, or has nothing to drive.
+    let simulator = no_gpu.as_ref().map(|_| maru_sim_driver::install());
+    let no_simulator = simulator.and_then(|s| s.err()).map(|e| e.to_string());
     let mut trials = Vec::new();
     for mover in MOVERS {
-        for layout in LAYOUTS {
-            for (size, dims, dtype, pad, shift) in SIZES.iter().copied() {
-                if !layout.fits(dims) {
-                    continue;
-                }
-                for direction in [Direction::Gather, Direction::Scatter] {
-                    let name = format!("{}::{}::{size}::{direction:?}", mover.name, layout.name);
-                    let trial = Trial::test(name, move || {
-                        conforms(layout, dims, dtype, (pad, shift), direction, mover)
-                    });
-                    trials.push(match &no_gpu {
-                        Some(reason) if mover.gpu && !required => {
-                            trial.with_kind(format!("no GPU: {reason}")).with_ignored_flag(true)
-                        }
-                        _ => trial,
-                    });
+        for Stage { suffix, ignored } in stages(mover, no_gpu.as_deref(), no_simulator.as_deref()) {
+            for layout in LAYOUTS {
+                for (size, dims, dtype, pad, shift) in SIZES.iter().copied().filter(|s| layout.fits(s.1)) {
+                    for direction in [Direction::Gather, Direction::Scatter] {
+                        let name = format!("{}{suffix}::{}::{size}::{direction:?}", mover.name, layout.name);
+                        let run = move || conforms(layout, dims, dtype, (pad, shift), direction, mover);
+                        let trial = Trial::test(name, run);
+                        trials.push(match &ignored {
+                            Some(reason) => trial.with_kind(reason.clone()).with_ignored_flag(true),
+                            None => trial,
+                        });
+                    }
                 }
             }
         }
