@@ -10,8 +10,10 @@ use std::path::{Path, PathBuf};
 const KERNEL: &str = "../maru-kernel-cuda";
 const HOST: &str = "../maru-kernel-host/host";
 
-const PARTS: [&str; 10] =
-    ["state", "control", "errors", "context", "stream", "graph", "memory", "copy", "kernels", "module"];
+const PARTS: [&str; 11] = [
+    "state", "control", "errors", "context", "stream", "graph", "memory", "copy", "kernels", "module",
+    "values",
+];
 
 fn main() {
     println!("cargo::rerun-if-changed=cuda");

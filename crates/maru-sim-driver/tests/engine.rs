@@ -5,6 +5,7 @@
 mod common;
 
 #[path = "../../maru-kernel-cuda/tests/common/cases.rs"]
+#[allow(dead_code, reason = "shared with other tests, which use other parts")]
 mod cases;
 
 use std::sync::Arc;

@@ -9,9 +9,12 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use maru_kernel_cuda::open_context;
 use maru_sim_driver::{Census, Session, session};
 
+/// A test and its name.
+pub(crate) type Test = (&'static str, fn(&Session));
+
 /// Runs the tests one after the other, each in a session of its own. Without a C++ compiler all show as
 /// ignored, with the reason; `MARU_REQUIRE_CXX=1` makes that a failure already when the crate is built.
-pub(crate) fn main(tests: Vec<(&'static str, fn(&Session))>) {
+pub(crate) fn main(tests: Vec<Test>) {
     let mut arguments = Arguments::from_args();
     // They share one driver.
     arguments.test_threads = Some(1);
@@ -38,7 +41,6 @@ pub(crate) fn main(tests: Vec<(&'static str, fn(&Session))>) {
 }
 
 /// A table of test functions, named after themselves.
-
 macro_rules! tests {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         vec![$((stringify!($name), $name as fn(&maru_sim_driver::Session))),*]
@@ -46,7 +48,6 @@ macro_rules! tests {
 }
 
 /// A driver call that must succeed.
-
 macro_rules! ok {
     ($function:ident($($arg:expr),* $(,)?)) => {{
         // SAFETY: the simulator checks its arguments; out pointers are of locals.
@@ -56,7 +57,6 @@ macro_rules! ok {
 }
 
 /// The code of a driver call.
-
 #[allow(unused_macros, reason = "not every test asks for codes")]
 macro_rules! code {
     ($function:ident($($arg:expr),* $(,)?)) => {{

@@ -4,10 +4,10 @@ use maru_kernel_cuda::{PagedCopyKernel, StagedMover, StagedOptions};
 use maru_layout::Direction;
 use maru_sim_driver::Session;
 
-use crate::common::{Stream, context, current, unbind};
+use crate::common::{Stream, Test, context, current, unbind};
 use crate::setup::{Setup, Way};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         c17_two_devices_in_one_thread,
         c17_a_thread_without_a_context,

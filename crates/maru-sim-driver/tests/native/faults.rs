@@ -6,10 +6,10 @@ use maru_kernel_cuda::{KernelError, PagedCopyKernel, StagedMover, StagedOptions}
 use maru_layout::Direction;
 use maru_sim_driver::Session;
 
-use crate::common::{Stream, context, leaves_nothing};
+use crate::common::{Stream, Test, context, leaves_nothing};
 use crate::setup::{Setup, Way};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         loading_fails_at_every_call,
         making_a_ring_fails_at_every_call,

@@ -4,10 +4,10 @@ use maru_kernel_cuda::{PagedCopyKernel, StagedMover, StagedOptions};
 use maru_layout::Direction;
 use maru_sim_driver::Session;
 
-use crate::common::{Device, Stream, context};
+use crate::common::{Device, Stream, Test, context};
 use crate::setup::{Setup, Way};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         launching_waits_for_nothing,
         a_staged_launch_waits_for_nothing,

@@ -117,8 +117,8 @@ impl Setup {
     ) -> Result<Flight, KernelError> {
         let job = self.job(slots);
         match way {
-            // SAFETY: cache, slab and device slots live until the transfer is over.
             Way::Direct => {
+                // SAFETY: cache, slab and device slots live until the transfer is over.
                 unsafe { kernel.launch(&job, planes, stream, LaunchOptions::default()) }.map(Flight::Direct)
             }
             Way::Staged(mover) => {

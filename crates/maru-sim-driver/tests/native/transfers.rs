@@ -5,10 +5,10 @@ use maru_layout::{Direction, SlotMapping};
 use maru_sim_driver::{CopyKind, Session};
 
 use crate::cases::{Cache, ORDERS, Rng, random_slots};
-use crate::common::{Device, Stream, context, leaves_nothing};
+use crate::common::{Device, Stream, Test, context, leaves_nothing};
 use crate::setup::{DIMS, Setup, Way};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         every_layout_direct,
         every_layout_staged_through_a_small_ring,

@@ -5,7 +5,9 @@ use std::ffi::CStr;
 use cudarc::driver::sys;
 use maru_sim_driver::Session;
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+use crate::common::Test;
+
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         structures_have_the_sizes_the_simulator_asserts,
         error_names_are_those_of_the_bindings,

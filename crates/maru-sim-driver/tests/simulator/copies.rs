@@ -3,9 +3,9 @@
 use cudarc::driver::sys::{self, CUmemorytype};
 use maru_sim_driver::{CopyKind, Session};
 
-use crate::common::{Device, Pinned, Stream, context, pattern};
+use crate::common::{Device, Pinned, Stream, Test, context, pattern};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         two_dimensions_leave_the_gaps_alone,
         a_pitch_beyond_the_limit_is_refused,
@@ -124,7 +124,7 @@ fn three_dimensions_step_by_slices(session: &Session) {
 fn pageable_sources_are_read_during_the_call(session: &Session) {
     let _context = context(0);
     let (stream, to) = (Stream::new(true), Device::of(session, &[0; 64]));
-    let mut source = vec![1u8; 64];
+    let mut source = [1u8; 64];
     let hold = session.hold();
     ok!(cuMemcpyHtoDAsync_v2(to.addr, source.as_ptr().cast(), 64, stream.0));
     source.fill(2);
@@ -137,7 +137,7 @@ fn pageable_sources_are_read_late_when_asked(session: &Session) {
     let _context = context(0);
     session.set("pageable_lazy", 1);
     let (stream, to) = (Stream::new(true), Device::of(session, &[0; 64]));
-    let mut source = vec![1u8; 64];
+    let mut source = [1u8; 64];
     let hold = session.hold();
     ok!(cuMemcpyHtoDAsync_v2(to.addr, source.as_ptr().cast(), 64, stream.0));
     source.fill(2);

@@ -2,9 +2,9 @@
 
 use maru_sim_driver::Session;
 
-use crate::common::{Device, Stream, context, current, unbind};
+use crate::common::{Device, Stream, Test, context, current, unbind};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         two_devices_unless_told_otherwise,
         a_device_that_does_not_exist_is_refused,

@@ -2,9 +2,9 @@
 
 use maru_sim_driver::Session;
 
-use crate::common::{Device, Event, Stream, context, leaves_nothing};
+use crate::common::{Device, Event, Stream, Test, context, leaves_nothing};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         the_nth_call_fails_and_does_nothing,
         all_later_calls_fail_when_asked,

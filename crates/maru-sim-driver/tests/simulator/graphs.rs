@@ -3,9 +3,9 @@
 use cudarc::driver::sys::{self, CUstreamCaptureMode, CUstreamCaptureStatus};
 use maru_sim_driver::Session;
 
-use crate::common::{Device, Event, Stream, context};
+use crate::common::{Device, Event, Stream, Test, context};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         captured_work_runs_with_the_graph_only,
         a_captured_event_brings_another_stream_in,

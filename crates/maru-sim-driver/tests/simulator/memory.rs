@@ -4,9 +4,9 @@ use cudarc::driver::sys::{self, CUpointer_attribute};
 use maru_sim_driver::Session;
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 
-use crate::common::{Device, Pinned, Stream, context, pattern};
+use crate::common::{Device, Pinned, Stream, Test, context, pattern};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         fresh_memory_holds_no_zeroes,
         copies_end_where_the_allocation_does,

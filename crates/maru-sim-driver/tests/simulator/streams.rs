@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use maru_sim_driver::Session;
 
-use crate::common::{Device, Event, Pinned, Stream, context, pattern};
+use crate::common::{Device, Event, Pinned, Stream, Test, context, pattern};
 
-pub(crate) fn tests() -> Vec<(&'static str, fn(&Session))> {
+pub(crate) fn tests() -> Vec<Test> {
     tests![
         a_queued_copy_has_not_happened_yet,
         work_of_one_stream_runs_in_order,
