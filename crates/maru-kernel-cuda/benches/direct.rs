@@ -1,7 +1,7 @@
 //! The direct strategy beside one flat copy of the same bytes, in one run: throughput by profile, layout,
 //! direction and thread blocks, and the CPU time of a launch beside a bare one.
 //!
-//! `direct [--csv FILE] [--quick]`. Correctness is checked before anything is timed; a mismatch ends the run.
+//! `direct [--csv FILE] [--quick] [--cpu]`; `--cpu`: only the CPU times. Correctness is checked before anything is timed; a mismatch ends the run.
 #![allow(clippy::unwrap_used, reason = "a program for people who want to see it fail loudly")]
 
 #[path = "../tests/common/cases.rs"]
@@ -25,20 +25,23 @@ use cases::job;
 use common::{Bench, PROFILES, Profile, events, median, timed};
 use gpu::{Gpu, Stream, cu};
 
-const BLOCKS: [u32; 4] = [1, 2, 4, 8];
+/// Thread blocks, and whether small slabs share a launch (as the engine's batches do) or each has its own.
+const VARIANTS: [(u32, bool); 5] = [(1, true), (2, true), (4, true), (8, true), (4, false)];
 /// Of the flat copy, with at most four blocks: load, store.
 const TARGET: [f64; 2] = [0.89, 0.92];
 
 fn main() {
     let mut args = std::env::args().skip(1);
     let (mut csv_path, mut bytes, mut repeats) = (None, 512_000_000u64, 5);
+    let mut profiles: &[Profile] = &PROFILES;
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--csv" => csv_path = args.next(),
             "--quick" => (bytes, repeats) = (64_000_000, 3),
+            "--cpu" => profiles = &[],
             // What cargo passes.
             "--bench" => {}
-            other => panic!("unknown argument {other:?}; direct [--csv FILE] [--quick]"),
+            other => panic!("unknown argument {other:?}; direct [--csv FILE] [--quick] [--cpu]"),
         }
     }
     let gpu = match Gpu::open() {
@@ -47,7 +50,7 @@ fn main() {
     };
     println!("device: {}, image: {}", gpu.context.name().unwrap(), gpu.kernel.image());
     let mut csv = String::from(
-        "profile,layout,slab_bytes,slabs,bytes,direction,slots,blocks,gbps,flat_gbps,ratio,gbps_min,gbps_max\n",
+        "profile,layout,slab_bytes,slabs,bytes,direction,slots,blocks,launch,gbps,flat_gbps,ratio,gbps_min,gbps_max\n",
     );
     println!(
         "{:<17} {:<17} {:>4}  {:>5} |{}",
@@ -55,17 +58,18 @@ fn main() {
         "layout",
         "dir",
         "flat",
-        BLOCKS.map(|b| format!(" {b:>2} blk  ratio")).concat()
+        VARIANTS.map(|(b, batch)| format!(" {b:>2} {} ratio", if batch { "blk" } else { "own" })).concat()
     );
     let mut missed = Vec::new();
-    for profile in &PROFILES {
+    for profile in profiles {
         run(&gpu, profile, bytes, repeats, &mut csv, &mut missed);
     }
-    cpu_time(&gpu, &mut csv);
+    cpu_time(&gpu, &mut csv, 120 * repeats);
     if let Some(path) = csv_path {
         std::fs::write(&path, csv).unwrap_or_else(|error| panic!("{path}: {error}"));
     }
     match missed.is_empty() {
+        true if profiles.is_empty() => {}
         true => println!("every profile reaches {TARGET:?} of the flat copy with at most 4 blocks"),
         false => println!("below {TARGET:?} of the flat copy with 4 blocks: {}", missed.join(", ")),
     }
@@ -101,15 +105,18 @@ fn report(
     let total = bench.total() as f64 / 1e9;
     for (direction, name) in ["H2D", "D2H"].into_iter().enumerate() {
         let mut flat = Vec::new();
-        let mut direct = vec![Vec::new(); BLOCKS.len()];
+        let mut direct = vec![Vec::new(); VARIANTS.len()];
         // One round to warm up, then everything in turn, so that drift meets all alike.
         for round in 0..=repeats {
             let seconds = timed(stream, events, || bench.flat(stream, direction));
             if round > 0 {
                 flat.push(total / seconds);
             }
-            for (blocks, rates) in BLOCKS.iter().zip(&mut direct) {
-                let seconds = timed(stream, events, || bench.launch_all(gpu, stream, direction, *blocks));
+            for ((blocks, batch), rates) in VARIANTS.iter().zip(&mut direct) {
+                let seconds = timed(stream, events, || match batch {
+                    true => bench.launch_batch(gpu, stream, direction, *blocks),
+                    false => bench.launch_all(gpu, stream, direction, *blocks),
+                });
                 if round > 0 {
                     rates.push(total / seconds);
                 }
@@ -117,23 +124,24 @@ fn report(
         }
         let flat = median(&mut flat);
         let mut line = format!("{:<17} {:<17} {name:>4}  {flat:5.1} |", profile.name, profile.order);
-        for (blocks, rates) in BLOCKS.iter().zip(&mut direct) {
+        for ((blocks, batch), rates) in VARIANTS.iter().zip(&mut direct) {
             let rate = median(rates);
             let ratio = rate / flat;
             write!(line, " {rate:6.1} {ratio:6.3}").unwrap();
             writeln!(
                 csv,
-                "{},{},{},{},{},{name},{slots},{blocks},{rate:.2},{flat:.2},{ratio:.4},{:.2},{:.2}",
+                "{},{},{},{},{},{name},{slots},{blocks},{},{rate:.2},{flat:.2},{ratio:.4},{:.2},{:.2}",
                 profile.name,
                 profile.order,
                 bench.slab_bytes,
                 bench.lists.len(),
                 bench.total(),
+                if *batch { "batch" } else { "own" },
                 rates[0],
                 rates[rates.len() - 1]
             )
             .unwrap();
-            if *blocks == 4 && ratio < TARGET[direction] {
+            if *blocks == 4 && *batch && ratio < TARGET[direction] {
                 missed.push(format!("{} {} {name} {slots} {ratio:.3}", profile.name, profile.order));
             }
         }
@@ -143,7 +151,7 @@ fn report(
 
 /// CPU time of a launch with 256 host slots, of its parts, and of a bare launch, in turn, each with the stream
 /// idle before.
-fn cpu_time(gpu: &Gpu, csv: &mut String) {
+fn cpu_time(gpu: &Gpu, csv: &mut String, rounds: usize) {
     let profile = &PROFILES[3];
     let bench = Bench::new(gpu, profile, 16_000_000, false);
     let with_device = Bench::new(gpu, profile, 16_000_000, true);
@@ -185,18 +193,18 @@ fn cpu_time(gpu: &Gpu, csv: &mut String) {
         ("launch, 256 device slots", Box::new(|| launch(&with_device, &with_device.jobs[0][0]))),
     ];
     let mut times = vec![Vec::new(); steps.len()];
-    for round in 0..600 {
+    for round in 0..rounds {
         for ((_, step), times) in steps.iter().zip(&mut times) {
             let start = Instant::now();
             step();
             let took = start.elapsed().as_secs_f64() * 1e6;
             stream.wait();
-            if round >= 100 {
+            if round >= rounds / 6 {
                 times.push(took);
             }
         }
     }
-    println!("\nCPU time, microseconds (median of 500, stream idle before)");
+    println!("\nCPU time, microseconds (median of {}, stream idle before)", rounds - rounds / 6);
     let mut bare = 0.0;
     for (i, ((name, _), times)) in steps.iter().zip(&mut times).enumerate() {
         let middle = median(times);
@@ -206,7 +214,7 @@ fn cpu_time(gpu: &Gpu, csv: &mut String) {
         println!("  {name:<36} {middle:6.2}  over bare {:6.2}", middle - bare);
         writeln!(
             csv,
-            "cpu,{name},,,,,,,{middle:.3},{bare:.3},,{:.3},{:.3}",
+            "cpu,{name},,,,,,,,{middle:.3},{bare:.3},,{:.3},{:.3}",
             times[0],
             times[times.len() - 1]
         )

@@ -634,3 +634,8 @@ API cuEventSynchronize(void *event) {
     if (asked.stream) run_until(*asked.stream, asked.at);
     return driver().lost;
 }
+// Time means nothing here.
+API cuEventElapsedTime_v2(float *milliseconds, void *, void *) {
+    *milliseconds = 1;
+    return kOk;
+}

@@ -144,9 +144,8 @@ impl Bench {
     /// compares every byte.
     pub(crate) fn check(&mut self, gpu: &Gpu, stream: &Stream) {
         fill_random(self.slab[0].bytes());
-        self.slab[1].bytes().fill(0x5a);
         self.pages.fill(0xa5);
-        self.launch_all(gpu, stream, 0, 4);
+        self.launch_batch(gpu, stream, 0, 4);
         stream.wait();
         let r = &self.cache.reference;
         let row = r.row_bytes();
@@ -162,10 +161,16 @@ impl Bench {
                 assert!(found == self.slab[0].bytes()[from..][..found.len()], "loaded to a wrong place");
             }
         }
-        self.launch_all(gpu, stream, 1, 4);
-        stream.wait();
-        let [loaded, stored] = &mut self.slab;
-        assert!(loaded.bytes() == stored.bytes(), "what was stored differs from what was loaded");
+        for batch in [false, true] {
+            self.slab[1].bytes().fill(0x5a);
+            match batch {
+                true => self.launch_batch(gpu, stream, 1, 4),
+                false => self.launch_all(gpu, stream, 1, 4),
+            }
+            stream.wait();
+            let [loaded, stored] = &mut self.slab;
+            assert!(loaded.bytes() == stored.bytes(), "what was stored differs from what was loaded");
+        }
     }
 }
 
