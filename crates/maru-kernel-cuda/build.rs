@@ -20,7 +20,8 @@ fn main() {
     println!("cargo::rerun-if-changed=cuda");
     println!("cargo::rerun-if-changed=ptx/paged_copy.ptx");
     println!("cargo::rerun-if-changed=build.rs");
-    for name in ["MARU_NVCC", "MARU_REQUIRE_NVCC", "MARU_CUDA_ARCHS", "CUDA_HOME", "CUDA_PATH", "PATH"] {
+    // Not PATH, which differs between ways to start cargo and would rebuild everything each time.
+    for name in ["MARU_NVCC", "MARU_REQUIRE_NVCC", "MARU_CUDA_ARCHS", "CUDA_HOME", "CUDA_PATH"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));

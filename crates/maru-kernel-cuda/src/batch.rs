@@ -124,6 +124,6 @@ impl PagedCopyKernel {
         }
         let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
         let state = State::Queued { ticket, reports: false };
-        Ok(Some(Launched { kernel: kernel.clone(), _planes: planes.clone(), state, num_slots }))
+        Ok(Some(Launched::new(kernel, planes, state, num_slots)))
     }
 }

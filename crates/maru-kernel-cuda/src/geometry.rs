@@ -210,6 +210,16 @@ impl Launches {
 }
 
 impl Launches {
+    /// Whether there is nothing (more) to launch.
+    pub fn is_empty(&self) -> bool {
+        self.next_token >= self.tokens || self.next_layer >= self.layers
+    }
+
+    /// Where to report a bad slot, instead of the address given to [`Launches::new`].
+    pub fn report_to(&mut self, error: u64) {
+        self.error = error;
+    }
+
     /// Whether the caller has to upload slots for each launch.
     pub fn source_is_uploaded(&self) -> bool {
         matches!(self.source, SlotSource::Uploaded { .. })
@@ -220,7 +230,7 @@ impl Iterator for Launches {
     type Item = Launch;
 
     fn next(&mut self) -> Option<Launch> {
-        if self.next_token >= self.tokens || self.next_layer >= self.layers {
+        if self.is_empty() {
             return None;
         }
         let g = &self.geometry;
@@ -386,6 +396,9 @@ pub fn division(d: u32) -> (u32, u32) {
 /// The same for `n < 2^63` and `0 < d <= 2^63` in 64 bits.
 pub fn wide_division(d: u64) -> (u64, u32) {
     let d = d.max(1);
+    if d.is_power_of_two() {
+        return (1 << 63, d.trailing_zeros());
+    }
     let shift = d.next_power_of_two().trailing_zeros();
     let magic = (1u128 << (63 + shift)).div_ceil(d.into());
     (u64::try_from(magic).unwrap_or(u64::MAX), shift)

@@ -144,8 +144,9 @@ impl PagedCopyKernel {
     /// anew by every replay; see [`Launched::is_captured`].
     ///
     /// # Errors
-    /// [`KernelError::SlabNotAddressable`], [`KernelError::WrongPlanes`] and [`KernelError::TokenTooLarge`] before anything is queued. [`KernelError::Driver`] if the driver refuses
-    /// a call; what was queued before that is then waited for.
+    /// [`KernelError::SlabNotAddressable`], [`KernelError::WrongPlanes`] and [`KernelError::TokenTooLarge`]
+    /// before anything is queued. [`KernelError::Driver`] if the driver refuses a call; what was queued before
+    /// that is then waited for.
     ///
     /// # Safety
     /// * `stream` is a live stream of this kernel's context, or null for its default stream.
@@ -164,38 +165,34 @@ impl PagedCopyKernel {
         if !planes.is_of(job.plan().bases()) {
             return Err(KernelError::WrongPlanes);
         }
-        let (source, reports) = match job.slots() {
-            JobSlots::Device { addr, .. } => (SlotSource::Device { addr: *addr }, true),
-            JobSlots::Host { slots, .. } if slots.len() as u64 - job.skip() <= INLINE_SLOTS as u64 => {
-                (SlotSource::Inline, false)
-            }
-            _ => (SlotSource::Uploaded { capacity: ring::CAPACITY }, false),
-        };
-        let limits = Limits::blocks(options.sm_budget);
         let num_slots = job.plan().geometry().num_slots;
-        let finish =
-            |state| Ok(Launched { kernel: kernel.clone(), _planes: planes.clone(), state, num_slots });
+        let finish = |state| Ok(Launched::new(kernel, planes, state, num_slots));
         let _current = Current::enter(&kernel.context)?;
         // SAFETY: the stream is the caller's promise.
         let capturing = unsafe { is_capturing(stream) }?;
+        let (source, reports) = match job.slots() {
+            JobSlots::Device { addr, .. } => (SlotSource::Device { addr: *addr }, true),
+            // A graph must not use the ring: its buffers are used again before a replay.
+            JobSlots::Host { slots, .. } => match slots.len() as u64 - job.skip() > INLINE_SLOTS as u64 {
+                true if !capturing => (SlotSource::Uploaded { capacity: ring::CAPACITY }, false),
+                _ => (SlotSource::Inline, false),
+            },
+            _ => (SlotSource::Inline, false),
+        };
         // Looks at the job before a ticket is taken.
-        let mut addresses = Addresses { planes: planes.addr(), error: 0 };
-        if Launches::new(job, source, addresses, limits)?.next().is_none() {
+        let addresses = Addresses { planes: planes.addr(), error: 0 };
+        let mut launches = Launches::new(job, source, addresses, Limits::blocks(options.sm_budget))?;
+        if launches.is_empty() {
             return finish(State::Empty);
         }
         let ticket = if capturing { kernel.captured } else { kernel.tickets.take()? };
         if reports {
-            addresses.error = ticket.record_device;
+            launches.report_to(ticket.record_device);
             match capturing {
                 true => kernel.captured_slots.store(num_slots, Ordering::Relaxed),
                 false => ticket.clear(),
             }
         }
-        let source = match source {
-            SlotSource::Uploaded { .. } if capturing => SlotSource::Inline,
-            source => source,
-        };
-        let launches = Launches::new(job, source, addresses, limits)?;
         // SAFETY: the caller's promises, passed on.
         let queued = unsafe { kernel.queue(job, launches, stream) };
         if capturing {

@@ -1,6 +1,7 @@
 //! What a launch returns: when it is done, and what the kernel had to say.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::sys::{self, CUstream};
 
@@ -21,6 +22,8 @@ pub struct Launched {
     pub(crate) state: State,
     /// Slots of the cache, for the message.
     pub(crate) num_slots: u64,
+    /// Set once the transfer is known to be over, so that its ticket can be used again without asking.
+    over: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -34,6 +37,11 @@ pub(crate) enum State {
 }
 
 impl Launched {
+    pub(crate) fn new(kernel: &Arc<Inner>, planes: &PlaneTable, state: State, num_slots: u64) -> Self {
+        let over = AtomicBool::new(false);
+        Launched { kernel: Arc::clone(kernel), _planes: planes.clone(), state, num_slots, over }
+    }
+
     /// Whether the launch became part of a CUDA graph. It then runs whenever the graph does, the caller keeps
     /// every memory of it alive for as long, and the rest of this interface says "done". Bad slots are
     /// reported by [`crate::PagedCopyKernel::take_captured_error`].
@@ -57,6 +65,7 @@ impl Launched {
         if !is_complete(ticket.event)? {
             return Ok(false);
         }
+        self.over.store(true, Ordering::Relaxed);
         self.outcome().map(|()| true)
     }
 
@@ -69,6 +78,7 @@ impl Launched {
         let _current = Current::enter(&self.kernel.context)?;
         // SAFETY: the ticket is owned by this value.
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(ticket.event) })?;
+        self.over.store(true, Ordering::Relaxed);
         self.outcome()
     }
 
@@ -109,7 +119,7 @@ impl Drop for Launched {
     fn drop(&mut self) {
         if let State::Queued { ticket, .. } = &self.state {
             // No driver call here: whether it is over is asked when the ticket is needed again.
-            self.kernel.tickets.give_back(*ticket, false);
+            self.kernel.tickets.give_back(*ticket, self.over.load(Ordering::Relaxed));
         }
     }
 }

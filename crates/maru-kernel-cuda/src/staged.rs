@@ -233,7 +233,7 @@ impl Inner {
         // SAFETY: the ticket is owned here; the stream is this value's.
         check("cuEventRecord", unsafe { sys::cuEventRecord(ticket.event, stream) })?;
         let state = State::Queued { ticket, reports: false };
-        Ok(Launched { kernel: Arc::clone(kernel), _planes: planes.clone(), state, num_slots: 0 })
+        Ok(Launched::new(kernel, planes, state, 0))
     }
 }
 
