@@ -1,0 +1,81 @@
+//! Arguments as numbers, with the argument's name in every error.
+
+use pyo3::exceptions::PyOverflowError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyFloat};
+
+use crate::errors::{Fault, Result};
+
+/// A short name of an object's type, for messages.
+pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> String {
+    object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string())
+}
+
+/// An integer (anything with `__index__`, enum members included, but neither a bool nor a float).
+pub(crate) fn int(object: &Bound<'_, PyAny>, name: &str) -> Result<i64> {
+    if object.is_instance_of::<PyBool>() || object.is_instance_of::<PyFloat>() {
+        return Err(not_an_int(object, name).into());
+    }
+    match object.extract::<i64>() {
+        Ok(number) => Ok(number),
+        Err(e) if e.is_instance_of::<PyOverflowError>(object.py()) => {
+            let message = format!("{name} is beyond 64 bits; allowed: -2^63 to 2^63-1");
+            Err(Fault::overflow(message).into())
+        }
+        Err(_) => int_convertible(object, name),
+    }
+}
+
+/// Enums of compiled modules convert with `int()` but have no `__index__`.
+fn int_convertible(object: &Bound<'_, PyAny>, name: &str) -> Result<i64> {
+    let text =
+        object.is_instance_of::<pyo3::types::PyString>() || object.is_instance_of::<pyo3::types::PyBytes>();
+    let enum_like =
+        !text && object.hasattr("__int__").unwrap_or(false) && object.hasattr("name").unwrap_or(false);
+    if !enum_like {
+        return Err(not_an_int(object, name).into());
+    }
+    let number = object.call_method0("__int__").and_then(|n| n.extract::<i64>());
+    number.map_err(|_| not_an_int(object, name).into())
+}
+
+fn not_an_int(object: &Bound<'_, PyAny>, name: &str) -> Fault {
+    Fault::wrong_type(format!("{name} is {}, an int is needed", a(&type_name(object))))
+}
+
+/// `a Tensor`, `an int`.
+pub(crate) fn a(word: &str) -> String {
+    let vowel = word.starts_with(['a', 'e', 'i', 'o', 'u', 'A', 'E', 'I', 'O', 'U']);
+    format!("{} {word}", if vowel { "an" } else { "a" })
+}
+
+/// An integer of 0 or more.
+pub(crate) fn count(object: &Bound<'_, PyAny>, name: &str) -> Result<u64> {
+    let number = int(object, name)?;
+    u64::try_from(number).map_err(|_| Fault::value(format!("{name} is {number}; allowed: 0 or more")).into())
+}
+
+/// An integer of 1 or more.
+pub(crate) fn positive(object: &Bound<'_, PyAny>, name: &str) -> Result<u64> {
+    match count(object, name)? {
+        0 => Err(Fault::value(format!("{name} is 0; allowed: 1 or more")).into()),
+        number => Ok(number),
+    }
+}
+
+/// `None` or an integer of 1 or more.
+pub(crate) fn optional(object: Option<&Bound<'_, PyAny>>, name: &str) -> Result<Option<u64>> {
+    object.filter(|o| !o.is_none()).map(|o| positive(o, name)).transpose()
+}
+
+/// A truth value: a bool, or something NumPy made of one. Not any object, so that swapped arguments are seen.
+pub(crate) fn boolean(object: &Bound<'_, PyAny>, name: &str) -> Result<bool> {
+    if let Ok(value) = object.extract::<bool>() {
+        return Ok(value);
+    }
+    match object.extract::<i64>() {
+        Ok(0) => Ok(false),
+        Ok(1) => Ok(true),
+        _ => Err(Fault::wrong_type(format!("{name} is {}, a bool is needed", a(&type_name(object)))).into()),
+    }
+}

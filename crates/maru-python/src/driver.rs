@@ -1,0 +1,135 @@
+//! The few questions to the CUDA driver about addresses: whose memory, how much, reachable how.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, sys};
+
+use crate::errors::Fault;
+
+/// What the driver knows of an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Known {
+    /// Address by which the device reaches it.
+    pub(crate) device: u64,
+    /// The device whose memory it is; `None` for registered or pinned host memory.
+    pub(crate) ordinal: Option<u32>,
+}
+
+/// Makes a context current and restores the caller's.
+pub(crate) struct Current(bool);
+
+impl Current {
+    pub(crate) fn enter(context: &Arc<CudaContext>) -> Result<Self, Fault> {
+        let mut current = std::ptr::null_mut();
+        // SAFETY: writes one handle to a local; the library is initialised, as a context exists.
+        check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&raw mut current) })?;
+        if current == context.cu_ctx() {
+            return Ok(Current(false));
+        }
+        // SAFETY: the context is alive while it is borrowed, and `Drop` pops it.
+        check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(context.cu_ctx()) })?;
+        Ok(Current(true))
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if self.0 {
+            let mut popped = std::ptr::null_mut();
+            // SAFETY: pops what `enter` pushed on this thread.
+            let popped = unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
+            if let Err(fault) = check("cuCtxPopCurrent", popped) {
+                tracing::error!(error = %fault.message, "the caller's CUDA context is not current again");
+            }
+        }
+    }
+}
+
+fn check(op: &str, result: sys::CUresult) -> Result<(), Fault> {
+    match result {
+        sys::CUresult::CUDA_SUCCESS => Ok(()),
+        code => Err(Fault { kind: "driver", message: format!("{op} failed: {code:?}") }),
+    }
+}
+
+fn attribute<T: Default>(which: sys::CUpointer_attribute, addr: u64) -> Option<T> {
+    let mut value = T::default();
+    // SAFETY: the driver writes one value of the attribute's type, which the callers below choose.
+    let result = unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), which, addr) };
+    (result == sys::CUresult::CUDA_SUCCESS).then_some(value)
+}
+
+/// What the driver knows of an address; `None` for memory it has never heard of. A context is current.
+pub(crate) fn known(addr: u64) -> Option<Known> {
+    use sys::CUpointer_attribute as A;
+    const HOST: u32 = 1;
+    let kind: u32 = attribute(A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, addr)?;
+    if kind == HOST {
+        let device: u64 = attribute(A::CU_POINTER_ATTRIBUTE_DEVICE_POINTER, addr)?;
+        return Some(Known { device, ordinal: None });
+    }
+    let ordinal: i32 = attribute(A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, addr)?;
+    Some(Known { device: addr, ordinal: u32::try_from(ordinal).ok() })
+}
+
+/// The device whose memory an address is, if there is a driver at all.
+pub(crate) fn device_of(addr: u64) -> Option<u32> {
+    maru_kernel_cuda::device_count().ok()?;
+    known(addr)?.ordinal
+}
+
+/// The allocation around an address: its first byte, its length, and a number that is not reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Allocation {
+    pub(crate) start: u64,
+    pub(crate) len: u64,
+    pub(crate) id: u64,
+}
+
+/// The driver's range around an address. A context is current.
+pub(crate) fn allocation(addr: u64) -> Option<Allocation> {
+    use sys::CUpointer_attribute as A;
+    let start: u64 = attribute(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, addr)?;
+    let len: usize = attribute(A::CU_POINTER_ATTRIBUTE_RANGE_SIZE, addr)?;
+    // Ranges of the virtual memory calls have no number; their mapping is what is asked for.
+    let id: u64 = attribute(A::CU_POINTER_ATTRIBUTE_BUFFER_ID, addr).unwrap_or(0);
+    Some(Allocation { start, len: len as u64, id })
+}
+
+/// The end of known memory from an address on, over the seams of adjacent ranges: torch's expandable segments
+/// are many of them. Stops once `needed` is reached. A context is current.
+pub(crate) fn known_end(addr: u64, needed: u64) -> u64 {
+    let mut at = addr;
+    while at < needed {
+        match allocation(at) {
+            Some(range) if range.len > 0 && range.start <= at => {
+                at = range.start.saturating_add(range.len).max(at + 1)
+            }
+            _ => break,
+        }
+    }
+    at
+}
+
+/// Reads 64-bit numbers from device memory, after what is queued on the stream. Blocks; a context is current.
+pub(crate) fn read_words(addr: u64, count: usize, stream: usize) -> Result<Vec<i64>, Fault> {
+    let stream: sys::CUstream = std::ptr::with_exposed_provenance_mut(stream);
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the stream is the caller's, alive by the contract of the public calls; writes one local.
+    check("cuStreamIsCapturing", unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) })?;
+    if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        return Err(Fault::state(
+            "a pointer or block list in device memory must be read once before it is used in a captured graph: \
+             make the call once outside the capture, or pass the list in host memory",
+        ));
+    }
+    let mut words = vec![0i64; count];
+    // SAFETY: the destination holds `count` words; the source was checked by the caller, and the driver checks
+    // it again.
+    let copied = unsafe { sys::cuMemcpyDtoHAsync_v2(words.as_mut_ptr().cast(), addr, count * 8, stream) };
+    // SAFETY: as for the capture query.
+    let done = unsafe { sys::cuStreamSynchronize(stream) };
+    check("cuMemcpyDtoHAsync", copied)?;
+    check("cuStreamSynchronize", done)?;
+    Ok(words)
+}

@@ -1,0 +1,241 @@
+//! From an engine format and pointers to a registered cache, once per cache.
+
+use std::sync::{Arc, Mutex};
+
+use maru_layout::{
+    Axis, CacheSpec, EngineFormat, EngineGeometry, EngineOp, EnginePlanes, EnginePointers, TensorDesc,
+};
+use maru_transfer::{CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine};
+use pyo3::prelude::*;
+
+use crate::driver;
+use crate::errors::{Fault, Result};
+use crate::memory::{mapped, with_context};
+use crate::process::{lock, process};
+use crate::tensor::Tensor;
+use crate::words::Words;
+
+/// Caches and pointer lists remembered; the oldest is forgotten first.
+const MOST: usize = 64;
+
+/// What earlier calls have registered.
+#[derive(Default)]
+pub(crate) struct Registrations {
+    caches: Mutex<Vec<(Key, RegisteredCache)>>,
+    lists: Mutex<Vec<List>>,
+}
+
+/// Everything that a registered cache follows from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Key {
+    pub(super) format: EngineFormat,
+    pub(super) block_op: bool,
+    pub(super) geometry: EngineGeometry,
+    pub(super) place: Place,
+    pub(super) pointers: Arc<[u64]>,
+}
+
+/// A pointer list in device memory that was read. The tensor is kept, so that its memory cannot become another
+/// list's; torch's version counter tells when it is written in place.
+struct List {
+    addr: u64,
+    len: u64,
+    version: i64,
+    values: Arc<[u64]>,
+    _tensor: Py<PyAny>,
+}
+
+/// The addresses in a pointer list.
+pub(super) fn pointers(
+    list: &Bound<'_, PyAny>,
+    name: &str,
+    place: Place,
+    stream: usize,
+) -> Result<Arc<[u64]>> {
+    let py = list.py();
+    let words = Words::of(list, name)?;
+    let Words::Device(tensor) = words else {
+        return Ok(unsigned(&words.values(py, name, place, stream)?, name)?);
+    };
+    let lists = &process().registrations.lists;
+    let (addr, len, version) = (tensor.addr, tensor.len_of(0), version(list));
+    let same = |l: &&List| (l.addr, l.len, l.version) == (addr, len, version);
+    if let Some(known) = lock(lists).iter().find(same) {
+        return Ok(Arc::clone(&known.values));
+    }
+    let keep = tensor.owner.clone_ref(py);
+    let values = unsigned(&Words::Device(tensor).values(py, name, place, stream)?, name)?;
+    let mut lists = lock(lists);
+    lists.retain(|l| (l.addr, l.len) != (addr, len));
+    let forgotten = if lists.len() >= MOST { Some(lists.remove(0)) } else { None };
+    lists.push(List { addr, len, version, values: Arc::clone(&values), _tensor: keep });
+    drop(lists);
+    // Outside the lock: the tensor's end may run Python code.
+    drop(forgotten);
+    Ok(values)
+}
+
+/// Torch counts writes in place, except for tensors made under inference mode.
+fn version(list: &Bound<'_, PyAny>) -> i64 {
+    list.getattr("_version").and_then(|v| v.extract()).unwrap_or(-1)
+}
+
+fn unsigned(words: &[i64], name: &str) -> std::result::Result<Arc<[u64]>, Fault> {
+    let address = |(i, word): (usize, &i64)| match word {
+        0 => Err(Fault::value(format!("{name}[{i}] is 0, which is no address"))),
+        word => Ok(word.cast_unsigned()),
+    };
+    words.iter().enumerate().map(address).collect()
+}
+
+/// The cache of a key, registered with the engine of its place when it is first met. Blocks then.
+pub(super) fn registered(key: &Key, engine: &TransferEngine) -> std::result::Result<RegisteredCache, Fault> {
+    let caches = &process().registrations.caches;
+    let known = lock(caches).iter().find(|(k, _)| k == key).map(|(_, cache)| cache.clone());
+    if let Some(cache) = known {
+        // Host memory can be asked about at no cost worth saving.
+        if key.place == Place::Host {
+            planes_mapped(cache.paged())?;
+        }
+        return Ok(cache);
+    }
+    let paged = paged(key)?;
+    let cache = engine.register(paged)?;
+    let mut caches = lock(caches);
+    if caches.len() >= MOST {
+        caches.remove(0);
+    }
+    caches.push((key.clone(), cache.clone()));
+    Ok(cache)
+}
+
+/// Every plane lies in memory that its place knows.
+fn planes_mapped(paged: &PagedCache) -> std::result::Result<(), Fault> {
+    let bytes = paged.layout().plane_bytes();
+    for (i, base) in paged.bases().iter().enumerate() {
+        mapped(*base, bytes).map_err(|e| e.of(plane_name(i, paged)))?;
+    }
+    Ok(())
+}
+
+fn plane_name(index: usize, paged: &PagedCache) -> String {
+    let layers = usize::try_from(paged.layers()).unwrap_or(1).max(1);
+    format!("layer {} plane {}", index % layers, index / layers)
+}
+
+/// Device planes: known to the driver, on that device, and long enough, over seams of adjacent ranges.
+pub(crate) fn planes_on_device(paged: &PagedCache, device: u32) -> std::result::Result<(), Fault> {
+    let bytes = paged.layout().plane_bytes();
+    for (i, &base) in paged.bases().iter().enumerate() {
+        let name = plane_name(i, paged);
+        let Some(known) = driver::known(base) else {
+            return Err(Fault::value(format!("{name}: {base:#x} is no memory that cuda:{device} knows")));
+        };
+        match known.ordinal {
+            Some(n) if n == device => {}
+            Some(n) => {
+                return Err(Fault::value(format!("{name} is on cuda:{n}, the paged cache on cuda:{device}")));
+            }
+            None => {
+                return Err(Fault::value(format!(
+                    "{name} is in host memory, the paged cache is on cuda:{device}"
+                )));
+            }
+        }
+        let end = base.saturating_add(bytes);
+        let reached = driver::known_end(base, end);
+        if reached < end {
+            return Err(Fault::value(format!(
+                "{name} needs {bytes} bytes at {base:#x}, its allocation has {} from there",
+                reached - base
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn paged(key: &Key) -> std::result::Result<PagedCache, Fault> {
+    let op = if key.block_op { EngineOp::Block } else { EngineOp::Token };
+    let planes = key.format.planes_of(op, &key.geometry)?;
+    // Refuses a wrong number of pointers and addresses that wrap.
+    planes.bases(&key.pointers)?;
+    let paged = cache_of(key, op, &planes)?;
+    match key.place {
+        Place::Cuda(device) => with_context(key.place, || planes_on_device(&paged, device))?,
+        _ => planes_mapped(&paged)?,
+    }
+    Ok(paged)
+}
+
+/// The engine registers tensors, so the format's strides are put as one and its axes named.
+fn cache_of(key: &Key, op: EngineOp, planes: &EnginePlanes) -> std::result::Result<PagedCache, Fault> {
+    let spec = planes.layout().spec();
+    let order = key.format.order(op);
+    let element = spec.dtype.size();
+    let (mut shape, mut strides) = (Vec::new(), Vec::new());
+    for axis in order {
+        let (len, stride) = match axis {
+            Axis::Kv => (spec.kv_planes, spec.kv_stride / element),
+            Axis::Layer => (spec.layers, spec.layer_stride / element),
+            Axis::Block => (spec.num_blocks, spec.block_stride / element),
+            Axis::Token => (spec.block_size, spec.token_stride / element),
+            Axis::Head => (spec.num_heads, spec.head_stride / element),
+            _ => (spec.head_size, 1),
+        };
+        let signed = |n: u64| {
+            i64::try_from(n).map_err(|_| Fault::overflow("the cache's address span does not fit 63 bits"))
+        };
+        shape.push(signed(len)?);
+        strides.push(signed(stride)?);
+    }
+    let desc = TensorDesc::strided(&shape, &strides, spec.dtype)?;
+    let len = planes.layout().span_bytes();
+    let tensor = |addr: u64| CacheTensor { addr, len, desc: desc.clone() };
+    let p = &key.pointers;
+    let tensors = match key.format.pointers(op) {
+        EnginePointers::One => Tensors::CrossLayer(tensor(p[0])),
+        EnginePointers::PerLayer => Tensors::PerLayer(p.iter().copied().map(tensor).collect()),
+        EnginePointers::PlaneMajor => {
+            let (k, v) = p.split_at(p.len() / 2);
+            Tensors::Split {
+                k: k.iter().copied().map(tensor).collect(),
+                v: v.iter().copied().map(tensor).collect(),
+            }
+        }
+        EnginePointers::LayerMajor => Tensors::Split {
+            k: p.iter().copied().step_by(2).map(tensor).collect(),
+            v: p.iter().copied().skip(1).step_by(2).map(tensor).collect(),
+        },
+        _ => {
+            return Err(Fault::value(format!(
+                "engine format {} needs pointers of an unknown kind",
+                key.format
+            )));
+        }
+    };
+    let spec =
+        CacheSpec { block_size: Some(spec.block_size), axes: Some(order.to_vec()), ..CacheSpec::default() };
+    let layers = usize::try_from(key.geometry.layers).ok();
+    // SAFETY: the pointers are the caller's tensors, which the contract of the legacy calls has alive until the
+    // transfer is over; that they are memory of the place is checked right after this.
+    Ok(unsafe { PagedCache::new(&tensors, &spec, key.place, layers) }?)
+}
+
+/// A tensor's bytes lie in its own memory; for device tensors the driver is asked.
+pub(crate) fn tensor_in_memory(tensor: &Tensor, bytes: u64) -> std::result::Result<(), Fault> {
+    match tensor.place {
+        Place::Cuda(device) => with_context(tensor.place, || {
+            let end = tensor.addr.saturating_add(bytes);
+            let reached = driver::known_end(tensor.addr, end);
+            match driver::known(tensor.addr) {
+                Some(known) if known.ordinal == Some(device) && reached >= end => Ok(()),
+                _ => Err(Fault::value(format!(
+                    "{bytes} bytes at {:#x} are not all memory of cuda:{device} ({} are)",
+                    tensor.addr,
+                    reached.saturating_sub(tensor.addr)
+                ))),
+            }
+        }),
+        _ => mapped(tensor.addr, bytes),
+    }
+}

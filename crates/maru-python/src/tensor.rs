@@ -1,0 +1,153 @@
+//! Other libraries' tensors, read without knowing the library: address, shape, strides, element type, device.
+
+mod dlpack;
+mod interface;
+mod torch;
+
+use std::fmt;
+
+use maru_layout::{LayoutError, TensorDesc};
+use maru_transfer::Place;
+use pyo3::prelude::*;
+
+pub(crate) use dlpack::export as export_dlpack;
+pub(crate) use torch::is_torch;
+
+use crate::args::{a, type_name};
+use crate::dtype::Element;
+use crate::errors::{Fault, Result};
+
+/// One array, alive as long as `owner` is.
+#[derive(Debug)]
+pub(crate) struct Tensor {
+    /// First element.
+    pub(crate) addr: u64,
+    pub(crate) shape: Vec<i64>,
+    /// In elements.
+    pub(crate) strides: Vec<i64>,
+    pub(crate) element: Element,
+    pub(crate) place: Place,
+    pub(crate) read_only: bool,
+    /// Torch's, whose current stream is then the caller's.
+    pub(crate) torch: bool,
+    /// Keeps the memory alive.
+    pub(crate) owner: Py<PyAny>,
+}
+
+impl Tensor {
+    /// Reads any array object.
+    pub(crate) fn of(object: &Bound<'_, PyAny>, name: &str) -> Result<Tensor> {
+        Self::try_of(object, name)?.ok_or_else(|| {
+            Fault::wrong_type(format!(
+                "{name} is {}; a tensor is needed (torch, NumPy, or anything with data_ptr(), an array interface or DLPack)",
+                a(&type_name(object))
+            ))
+            .into()
+        })
+    }
+
+    /// `None` for an object that is no array.
+    pub(crate) fn try_of(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tensor>> {
+        if let Ok(slab) = object.cast::<crate::region::PySlab>() {
+            return Ok(Some(slab.get().tensor(object)));
+        }
+        if object.is_instance_of::<pyo3::types::PyType>() {
+            return Ok(None);
+        }
+        if let Some(tensor) = torch::read(object, name)? {
+            return Ok(Some(tensor));
+        }
+        if let Some(tensor) = interface::read(object, name)? {
+            return Ok(Some(tensor));
+        }
+        dlpack::read(object, name)
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// Length of an axis; 0 for one that is not there.
+    pub(crate) fn len_of(&self, axis: usize) -> u64 {
+        self.shape.get(axis).and_then(|n| u64::try_from(*n).ok()).unwrap_or(0)
+    }
+
+    /// Elements, all axes.
+    pub(crate) fn count(&self) -> std::result::Result<u64, Fault> {
+        let product = self.shape.iter().try_fold(1u64, |n, len| n.checked_mul(u64::try_from(*len).ok()?));
+        product.filter(|n| *n <= i64::MAX.unsigned_abs()).ok_or_else(|| {
+            Fault::overflow(format!("a tensor of shape {:?} has more than 2^63 elements", self.shape))
+        })
+    }
+
+    /// Whether its elements lie side by side in the order of the shape.
+    pub(crate) fn is_contiguous(&self) -> bool {
+        let mut expected = 1i64;
+        for (len, stride) in self.shape.iter().zip(&self.strides).rev() {
+            if *len == 0 {
+                return true;
+            }
+            if *len != 1 && *stride != expected {
+                return false;
+            }
+            expected = expected.saturating_mul(*len);
+        }
+        true
+    }
+
+    /// As the layout library sees it; refuses what no cache can be (negative strides, shared bytes, …).
+    pub(crate) fn desc(&self, dtype: maru_layout::DType) -> std::result::Result<TensorDesc, LayoutError> {
+        TensorDesc::strided(&self.shape, &self.strides, dtype)
+    }
+
+    /// Refuses a tensor elsewhere.
+    pub(crate) fn expect_place(&self, name: &str, place: Place) -> std::result::Result<(), Fault> {
+        match self.place == place {
+            true => Ok(()),
+            false => Err(Fault::value(format!("{name} is on {}, the paged cache is on {place}", self.place))),
+        }
+    }
+}
+
+impl fmt::Display for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "shape {:?} with strides {:?} on {}", self.shape, self.strides, self.place)
+    }
+}
+
+/// `cuda:1`, `cuda`, `cpu`, a device object that prints as one, or an ordinal.
+pub(crate) fn place_of(device: &Bound<'_, PyAny>, name: &str) -> Result<Place> {
+    let text = match device.extract::<i64>() {
+        Ok(-1) => return Ok(Place::Host),
+        Ok(ordinal) => format!("cuda:{ordinal}"),
+        Err(_) => device.str()?.to_string(),
+    };
+    let place = match text.as_str() {
+        "cpu" | "host" | "cpu:0" => Some(Place::Host),
+        // Torch's `cuda` is the current device of the caller.
+        "cuda" => Some(Place::Cuda(torch::current_device(device.py()).unwrap_or(0))),
+        other => other.strip_prefix("cuda:").and_then(|n| n.parse::<u32>().ok()).map(Place::Cuda),
+    };
+    place.ok_or_else(|| {
+        let message =
+            format!("{name} is {text:?}; allowed: a cpu or cuda device (\"cpu\", \"cuda:N\", an ordinal)");
+        Fault::value(message).into()
+    })
+}
+
+/// The caller's current stream of a device: torch's where torch is in use, else the default stream. A raw
+/// handle that the caller states wins.
+pub(crate) fn stream_of(
+    py: Python<'_>,
+    place: Place,
+    torch_tensors: bool,
+    stated: Option<&Bound<'_, PyAny>>,
+) -> Result<usize> {
+    if let Some(stream) = stated.filter(|s| !s.is_none()) {
+        return torch::stream_handle(stream);
+    }
+    match place {
+        Place::Cuda(device) if torch_tensors => torch::current_stream(py, device),
+        _ => Ok(0),
+    }
+}

@@ -1,0 +1,133 @@
+//! Lists of 64-bit integers: slots, pointers, block ids.
+
+use maru_layout::SlotMapping;
+use maru_transfer::Place;
+use pyo3::exceptions::PyOverflowError;
+use pyo3::prelude::*;
+
+use crate::args::{a, type_name};
+use crate::driver;
+use crate::dtype::Element;
+use crate::errors::{Error, Fault, Result, detached};
+use crate::memory::{mapped, with_context};
+use crate::tensor::Tensor;
+
+/// A list as it came: values on the host, or a tensor in device memory.
+pub(crate) enum Words {
+    Host(Vec<i64>),
+    Device(Tensor),
+}
+
+impl Words {
+    /// A one-dimensional int64 array, or a sequence of ints.
+    pub(crate) fn of(object: &Bound<'_, PyAny>, name: &str) -> Result<Words> {
+        let Some(tensor) = Tensor::try_of(object, name)? else { return sequence(object, name) };
+        if tensor.element != Element::Int64 {
+            let found = object.getattr("dtype").and_then(|d| d.str().map(|s| s.to_string()));
+            let found = found.unwrap_or_else(|_| format!("{}-byte elements", tensor.element.size()));
+            return Err(Fault::wrong_type(format!("{name} has dtype {found}, int64 is needed")).into());
+        }
+        if tensor.rank() != 1 {
+            return Err(
+                Fault::value(format!("{name} has shape {:?}, one axis is needed", tensor.shape)).into()
+            );
+        }
+        match tensor.place {
+            Place::Host => Ok(Words::Host(read(&tensor).map_err(|e| e.of(name))?)),
+            _ if tensor.is_contiguous() => Ok(Words::Device(tensor)),
+            _ => Err(Fault::value(format!(
+                "{name} has stride {}, in device memory it must be contiguous",
+                tensor.strides[0]
+            ))
+            .into()),
+        }
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        match self {
+            Words::Host(words) => words.len() as u64,
+            Words::Device(tensor) => tensor.len_of(0),
+        }
+    }
+
+    /// As the slots of a transfer of a cache in `place`; the object that must outlive it comes along.
+    pub(crate) fn slots(self, name: &str, place: Place) -> Result<(SlotMapping, Option<Py<PyAny>>)> {
+        match self {
+            Words::Host(words) => Ok((SlotMapping::from_slots(words), None)),
+            Words::Device(tensor) => {
+                tensor.expect_place(name, place)?;
+                let slots = SlotMapping::Device { addr: tensor.addr, len: tensor.len_of(0) };
+                Ok((slots, Some(tensor.owner)))
+            }
+        }
+    }
+
+    /// The values. Those of a device list are read in stream order, which blocks.
+    pub(crate) fn values(self, py: Python<'_>, name: &str, place: Place, stream: usize) -> Result<Vec<i64>> {
+        match self {
+            Words::Host(words) => Ok(words),
+            Words::Device(tensor) => {
+                tensor.expect_place(name, place)?;
+                let (addr, count) = (tensor.addr, usize::try_from(tensor.len_of(0)).unwrap_or(usize::MAX));
+                let words = detached(py, || {
+                    with_context(place, || {
+                        let needed = addr.saturating_add((count as u64).saturating_mul(8));
+                        if driver::known_end(addr, needed) < needed {
+                            return Err(Fault::value(format!(
+                                "{count} words at {addr:#x} are no device memory"
+                            )));
+                        }
+                        driver::read_words(addr, count, stream)
+                    })
+                });
+                Ok(words.map_err(|e| e.of(name))?)
+            }
+        }
+    }
+}
+
+fn sequence(object: &Bound<'_, PyAny>, name: &str) -> Result<Words> {
+    let needed = || {
+        Error::from(Fault::wrong_type(format!(
+            "{name} is {}, an int64 tensor or a list of ints is needed",
+            a(&type_name(object))
+        )))
+    };
+    if object.is_none() || object.hasattr("keys").unwrap_or(false) {
+        return Err(needed());
+    }
+    match object.extract::<Vec<i64>>() {
+        Ok(words) => Ok(Words::Host(words)),
+        Err(e) if e.is_instance_of::<PyOverflowError>(object.py()) => {
+            Err(Fault::overflow(format!("{name} holds a number beyond 64 bits")).into())
+        }
+        Err(_) => Err(needed()),
+    }
+}
+
+/// Copies a host tensor's numbers out, whatever its stride.
+fn read(tensor: &Tensor) -> std::result::Result<Vec<i64>, Fault> {
+    let (len, stride) = (tensor.len_of(0), if tensor.len_of(0) <= 1 { 1 } else { tensor.strides[0] });
+    let Some(last) = len.checked_sub(1) else { return Ok(Vec::new()) };
+    let overflow = || Fault::overflow("its last address does not fit 64 bits");
+    let reach = i128::from(last) * i128::from(stride) * 8;
+    let ends = [i128::from(tensor.addr), i128::from(tensor.addr) + reach];
+    let (low, high) = (ends[0].min(ends[1]), ends[0].max(ends[1]) + 8);
+    let low_addr = u64::try_from(low).map_err(|_| overflow())?;
+    mapped(low_addr, u64::try_from(high - low).map_err(|_| overflow())?)?;
+    let count = usize::try_from(len).map_err(|_| overflow())?;
+    let first = usize::try_from(tensor.addr).map_err(|_| overflow())?;
+    let step = usize::try_from(stride.unsigned_abs()).map_err(|_| overflow())?.saturating_mul(8);
+    let mut words = Vec::new();
+    words
+        .try_reserve_exact(count)
+        .map_err(|_| Fault::value(format!("{len} numbers do not fit into memory")))?;
+    for i in 0..count {
+        // In range: the last one was computed above.
+        let at = if stride < 0 { first - i * step } else { first + i * step };
+        let pointer = std::ptr::with_exposed_provenance::<i64>(at);
+        // SAFETY: inside the range that was just seen to be mapped, in an array that the caller holds.
+        words.push(unsafe { pointer.read_unaligned() });
+    }
+    Ok(words)
+}
