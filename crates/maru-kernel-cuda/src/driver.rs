@@ -10,7 +10,7 @@ use crate::KernelError;
 
 /// Driver functions this crate and cudarc's context call. A function that is missing would panic when it is
 /// called, so all are looked up before the first call.
-const SYMBOLS: [&str; 39] = [
+const SYMBOLS: [&str; 40] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGet",
@@ -50,6 +50,7 @@ const SYMBOLS: [&str; 39] = [
     "cuStreamCreateWithPriority",
     "cuCtxGetStreamPriorityRange",
     "cuEventDestroy_v2",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 
 /// Whether the driver library is there and has every function needed, without initialising it.
@@ -96,9 +97,13 @@ pub(crate) fn name(error: DriverError) -> String {
 }
 
 /// Makes a context current for a scope and restores what was current before.
+///
+/// It also says that the driver calls of the scope have nothing to do with a capture that another thread may
+/// have going on: by default asking an event or allocating memory would break it (PyTorch captures that way).
 #[derive(Debug)]
 pub(crate) struct Current {
     pushed: bool,
+    capture_mode: sys::CUstreamCaptureMode,
 }
 
 impl Current {
@@ -106,17 +111,27 @@ impl Current {
         let mut current = std::ptr::null_mut();
         // SAFETY: the pointer is valid for the call; the library is initialised, as a context exists.
         check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&mut current) })?;
-        if current == context.cu_ctx() {
-            return Ok(Current { pushed: false });
+        let mut capture_mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is valid for the call; `Drop` exchanges back.
+        let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut capture_mode) };
+        check("cuThreadExchangeStreamCaptureMode", exchanged)?;
+        let mut entered = Current { pushed: false, capture_mode };
+        if current != context.cu_ctx() {
+            // SAFETY: the context is alive while `context` is borrowed; `Drop` pops it again.
+            check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(context.cu_ctx()) })?;
+            entered.pushed = true;
         }
-        // SAFETY: the context is alive while `context` is borrowed; `Drop` pops it again.
-        check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(context.cu_ctx()) })?;
-        Ok(Current { pushed: true })
+        Ok(entered)
     }
 }
 
 impl Drop for Current {
     fn drop(&mut self) {
+        // SAFETY: the pointer is valid for the call; gives the thread back the mode it had.
+        let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.capture_mode) };
+        if let Err(error) = check("cuThreadExchangeStreamCaptureMode", exchanged) {
+            tracing::error!(%error, "the caller's capture mode was not restored");
+        }
         if self.pushed {
             let mut popped = std::ptr::null_mut();
             // SAFETY: pops what `enter` pushed on this thread (the type is not `Send` in practice: it lives

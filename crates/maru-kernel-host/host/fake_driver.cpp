@@ -51,6 +51,7 @@ struct Stream {
     std::deque<Operation> queue;
     unsigned long long queued = 0, done = 0;
     std::vector<Operation> *capture = nullptr;
+    bool global_capture = false;
 };
 using StreamRef = std::shared_ptr<Stream>;
 
@@ -74,7 +75,7 @@ struct Fault {
 struct Driver {
     std::recursive_mutex lock;
     int devices = 1, capability = 90, lost = 0;
-    long contexts = 0, modules = 0, waits = 0;
+    long contexts = 0, modules = 0, waits = 0, global_captures = 0;
     std::vector<Fault> faults;
     std::map<uintptr_t, size_t> addressable;  // what a kernel may touch
     std::map<void *, Pinned> pinned;          // by host address
@@ -90,6 +91,15 @@ Driver &driver() {
 }
 
 thread_local std::vector<void *> current;
+thread_local int capture_mode = 0;  // global, thread-local, relaxed
+
+// Calls that break a capture of another thread, unless a thread says that it knows.
+bool unsafe_while_capturing(const char *name) {
+    for (const char *other : {"cuEventQuery", "cuMemAlloc_v2", "cuMemFree_v2", "cuMemHostAlloc", "cuStreamQuery"}) {
+        if (!std::strcmp(name, other)) return true;
+    }
+    return false;
+}
 
 // Every function begins with one: takes the lock, and says if the call is to fail.
 struct Call {
@@ -107,6 +117,7 @@ struct Call {
         }
         if (needs_context && (current.empty() || current.back() == nullptr)) error = kInvalidContext;
         if (needs_context && d.lost) error = d.lost;
+        if (d.global_captures > 0 && capture_mode == 0 && unsafe_while_capturing(name)) error = kStreamCapture;
     }
 };
 
@@ -559,11 +570,18 @@ API cuStreamIsCapturing(void *handle, int *status) {
     *status = stream->capture ? 1 : 0;
     return kOk;
 }
-API cuStreamBeginCapture_v2(void *handle, int) {
+API cuThreadExchangeStreamCaptureMode(int *mode) {
+    ENTER_WITHOUT_CONTEXT("cuThreadExchangeStreamCaptureMode");
+    std::swap(*mode, capture_mode);
+    return kOk;
+}
+API cuStreamBeginCapture_v2(void *handle, int mode) {
     ENTER("cuStreamBeginCapture_v2");
     StreamRef stream = stream_of(handle);
     if (!stream || stream->capture) return kInvalidHandle;
     stream->capture = new std::vector<Operation>;
+    stream->global_capture = mode == 0;
+    driver().global_captures += mode == 0;
     driver().graphs.insert(stream->capture);
     return kOk;
 }
@@ -573,6 +591,7 @@ API cuStreamEndCapture(void *handle, void **graph) {
     if (!stream || !stream->capture) return kInvalidHandle;
     *graph = stream->capture;
     stream->capture = nullptr;
+    driver().global_captures -= stream->global_capture;
     return kOk;
 }
 API cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long) {

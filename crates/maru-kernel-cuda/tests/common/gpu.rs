@@ -185,7 +185,8 @@ pub(crate) struct Graph(sys::CUgraph, sys::CUgraphExec);
 
 impl Graph {
     pub(crate) fn capture(stream: &Stream, queue: impl FnOnce()) -> Self {
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // As PyTorch does: other threads that call the driver carelessly break it.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
         cu!(cuStreamBeginCapture_v2(stream.0, mode));
         queue();
         let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());

@@ -12,7 +12,7 @@ use crate::edges::small;
 use crate::gpu::{Device, Gpu, Graph, Pinned, Stream, slot_bytes};
 use crate::harness::{Body, text};
 
-pub(crate) const TRIALS: [(&str, Body); 8] = [
+pub(crate) const TRIALS: [(&str, Body); 9] = [
     ("a_store_waits_for_the_slow_kernel_that_writes_its_pages", producer),
     ("a_load_waits_for_the_slow_kernel_that_reads_its_pages", reader),
     ("a_reader_of_loaded_pages_waits_for_the_load", consumer),
@@ -20,6 +20,7 @@ pub(crate) const TRIALS: [(&str, Body); 8] = [
     ("launching_waits_for_nothing", asynchronous),
     ("captured_device_slots_are_read_by_every_replay", capture_device),
     ("captured_host_slots_are_baked_in_short_and_long", capture_host),
+    ("another_threads_capture_is_left_alone", foreign_capture),
     ("a_bad_slot_of_a_replay_is_reported", capture_bad),
 ];
 
@@ -251,6 +252,35 @@ fn capture_host(gpu: &Gpu) -> Result<(), Failed> {
     let (mut contents, mut expected) = (contents, vec![0; cache.slab_bytes(dims)]);
     cache.reference.copy(Direction::Gather, &mut contents, &mut expected, dims, &slots, 0);
     Ok(compare("slab", packed.bytes(), &expected)?)
+}
+
+fn foreign_capture(gpu: &Gpu) -> Result<(), Failed> {
+    let setup = Setup::new();
+    let planes = gpu.kernel.register(&setup.plan).map_err(text)?;
+    let (captured, stream) = (Stream::new(), Stream::new());
+    let job = setup.job(Direction::Gather);
+    let handle = stream.0 as usize;
+    let mut outcome = Ok(());
+    let graph = Graph::capture(&captured, || {
+        gpu.stall(&captured, 0, 0, 0, 0);
+        let work = || -> Result<(), KernelError> {
+            let stream = handle as cudarc::driver::sys::CUstream;
+            for _ in 0..300 {
+                // SAFETY: the set-up outlives the thread.
+                let one = unsafe { gpu.kernel.launch(&job, &planes, stream, LaunchOptions::default()) }?;
+                one.is_complete()?;
+                // Dropped while it may be in flight: its event is asked for again later.
+            }
+            gpu.kernel.register(&setup.plan)?;
+            // SAFETY: as above.
+            unsafe { gpu.kernel.launch(&job, &planes, stream, LaunchOptions::default()) }?.wait()
+        };
+        outcome = std::thread::scope(|scope| scope.spawn(work).join().unwrap());
+    });
+    outcome.map_err(text)?;
+    graph.launch(&captured);
+    captured.wait();
+    Ok(())
 }
 
 fn capture_bad(gpu: &Gpu) -> Result<(), Failed> {
