@@ -56,6 +56,12 @@ const MOVERS: &[Mover] = &[
         gpu: false,
     },
     Mover {
+        name: "fallback::copy_engine",
+        config: "[transfer]\ndevice = \"cuda:0\"\nbackend = \"fallback\"",
+        reports: ("fallback", "copy_engine"),
+        gpu: true,
+    },
+    Mover {
         name: "native::direct",
         config: "[transfer]\ndevice = \"cuda:0\"\nbackend = \"native\"\nstrategy = \"direct\"",
         reports: ("native", "direct"),
@@ -65,6 +71,12 @@ const MOVERS: &[Mover] = &[
         name: "native::staged",
         config: "[transfer]\ndevice = \"cuda:0\"\nbackend = \"native\"\nstrategy = \"staged\"\nstaging_bytes = \"1MiB\"",
         reports: ("native", "staged"),
+        gpu: true,
+    },
+    Mover {
+        name: "native::fused_load",
+        config: "[transfer]\ndevice = \"cuda:0\"\nstrategy = \"direct\"\nenable_fused_load = true",
+        reports: ("native", "direct"),
         gpu: true,
     },
 ];

@@ -156,6 +156,22 @@ impl CopyJob {
         CopyJob { plan, slab, first_layer, layer_count, ..self.clone() }
     }
 
+    /// The job cut into its layers: the cache's layer and the job of that layer alone.
+    pub fn single_layers(&self) -> impl Iterator<Item = (u32, Self)> + '_ {
+        let step = self.plan.geometry().slab_layer_stride;
+        (0..self.layer_count).map(move |l| {
+            let shift = u64::from(l) * step;
+            let moved = |addr: Option<u64>| addr.map(|a| a + shift);
+            let slab = SlabSpan {
+                host: moved(self.slab.host),
+                device: moved(self.slab.device),
+                len: self.slab.len - shift,
+            };
+            let layer = self.first_layer + l;
+            (layer, self.on_plan(Arc::clone(&self.plan), slab, layer, 1))
+        })
+    }
+
     /// Store or load.
     pub fn direction(&self) -> Direction {
         self.direction

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use maru_cxl::Slab;
-use maru_layout::CopyJob;
+use maru_layout::{CopyJob, Direction};
 
-use crate::backend::{Backend, HostBackend, NativeBackend, TransferBackend};
-use crate::config::{BackendChoice, Config, DeviceChoice};
+use crate::backend::{Backend, DeviceBackend, HostBackend, NativeBackend, TransferBackend};
+use crate::config::{BackendChoice, Config, DeviceChoice, TransferConfig};
 use crate::registered::Mover;
 use crate::{Completion, PagedCache, Place, RegisteredCache, Transfer, TransferError, TransferRequest};
 
@@ -130,6 +130,9 @@ impl TransferEngine {
         let mover = pick(cache, &jobs)?;
         let slabs: Vec<Slab> = requests.iter().map(|r| r.slab().clone()).collect();
         jobs.retain(|job| !job.is_empty());
+        if self.0.config.transfer.enable_fused_load && matches!(*mover.backend, Backend::Native(_)) {
+            jobs = by_layer(jobs);
+        }
         let name = mover.backend.name();
         if jobs.is_empty() {
             return Ok(Transfer::new(Completion::Done, slabs, name, "none", 0));
@@ -167,35 +170,63 @@ fn pick<'a>(cache: &'a RegisteredCache, jobs: &[CopyJob]) -> Result<&'a Mover, T
     }
 }
 
+/// Loads one layer after the other, the same layer of all slabs side by side, so that the first layers are there
+/// first (`enable_fused_load`). Stores stay as they are.
+fn by_layer(jobs: Vec<CopyJob>) -> Vec<CopyJob> {
+    let (loads, mut ordered): (Vec<_>, Vec<_>) =
+        jobs.into_iter().partition(|j| j.direction() == Direction::Scatter);
+    let mut layers: Vec<(u32, CopyJob)> = loads.iter().flat_map(CopyJob::single_layers).collect();
+    layers.sort_by_key(|(layer, _)| *layer);
+    ordered.extend(layers.into_iter().map(|(_, job)| job));
+    ordered
+}
+
+type Chosen = (Place, Backend, Option<Backend>);
+
 /// Place and movers for a configuration.
-fn choose(config: &Config) -> Result<(Place, Backend, Option<Backend>), TransferError> {
+fn choose(config: &Config) -> Result<Chosen, TransferError> {
     let t = &config.transfer;
-    let host = || -> Result<(Place, Backend, Option<Backend>), TransferError> {
-        let threads = usize::try_from(t.host_threads).unwrap_or(usize::MAX);
-        Ok((Place::Host, Backend::Host(HostBackend::new(threads)?), None))
-    };
     match (t.device, t.backend) {
         (DeviceChoice::Host, BackendChoice::Native) => Err(TransferError::not_available(
             "the native backend",
             "it moves GPU memory, and device = \"host\"; use backend = \"auto\" or a cuda device",
         )),
-        (DeviceChoice::Host, _) => host(),
-        (DeviceChoice::Auto, BackendChoice::Fallback) => host(),
-        (DeviceChoice::Auto, backend) => match (NativeBackend::open(0, t), backend) {
-            (Ok(native), _) => Ok((Place::Cuda(0), Backend::Native(native), None)),
-            (Err(e), BackendChoice::Native) => Err(e),
-            (Err(e), _) => {
-                tracing::info!(reason = %e, "serving host memory with the fallback");
-                host()
+        (DeviceChoice::Host, _) => host(t),
+        (DeviceChoice::Cuda(n), _) => cuda(n, t),
+        (DeviceChoice::Auto, backend) => match cuda(0, t) {
+            Err(TransferError::NotAvailable { reason, .. }) if backend != BackendChoice::Native => {
+                tracing::info!(%reason, "serving host memory");
+                host(t)
             }
+            chosen => chosen,
         },
-        (DeviceChoice::Cuda(n), BackendChoice::Fallback) => Err(TransferError::not_available(
-            format!("the fallback on cuda:{n}"),
-            "it moves host memory only in this version",
-        )),
-        (DeviceChoice::Cuda(n), _) => {
-            let native = NativeBackend::open(n, t)?;
-            Ok((Place::Cuda(n), Backend::Native(native), None))
-        }
+    }
+}
+
+fn host(t: &TransferConfig) -> Result<Chosen, TransferError> {
+    let threads = usize::try_from(t.host_threads).unwrap_or(usize::MAX);
+    Ok((Place::Host, Backend::Host(HostBackend::new(threads)?), None))
+}
+
+/// The kernel if it was asked for or can run, with the fallback behind it for slabs it cannot take; only
+/// `auto` goes without it.
+fn cuda(n: u32, t: &TransferConfig) -> Result<Chosen, TransferError> {
+    let place = Place::Cuda(n);
+    let fallback = || DeviceBackend::open(n).map(Backend::Device);
+    match t.backend {
+        BackendChoice::Fallback => Ok((place, fallback()?, None)),
+        BackendChoice::Native => Ok((place, Backend::Native(NativeBackend::open(n, t)?), None)),
+        _ => match NativeBackend::open(n, t) {
+            Ok(native) => Ok((place, Backend::Native(native), Some(fallback()?))),
+            Err(TransferError::NotAvailable { reason, .. }) => {
+                let chosen = (place, fallback()?, None);
+                tracing::warn!(%reason, "the native kernel cannot run; the fallback moves");
+                if t.enable_fused_load {
+                    tracing::warn!("enable_fused_load needs the native kernel and is disabled");
+                }
+                Ok(chosen)
+            }
+            Err(e) => Err(e),
+        },
     }
 }

@@ -3,6 +3,7 @@
 //! Trait, enum and implementations live in one crate because `enum_dispatch` generates nothing across
 //! crates; each implementation is a line that forwards to its mover's inherent method of another name.
 
+mod device;
 mod host;
 mod native;
 
@@ -15,6 +16,7 @@ use maru_layout::CopyJob;
 
 use crate::{Completion, PagedCache, Stream, TransferError};
 
+pub use device::DeviceBackend;
 pub use host::HostBackend;
 pub use native::NativeBackend;
 
@@ -113,6 +115,8 @@ pub enum Backend {
     Native(NativeBackend),
     /// Host memory, in Rust.
     Host(HostBackend),
+    /// Driver copies on a device.
+    Device(DeviceBackend),
     /// A mover of the user's own.
     Other(Box<dyn TransferBackend>),
 }

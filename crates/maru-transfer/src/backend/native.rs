@@ -117,22 +117,9 @@ impl TransferBackend for NativeBackend {
             let launched = unsafe { mover.launch(&pieces, planes, stream) }?;
             return Ok(Enqueued { completion: Completion::Pending(Box::new(launched)), strategy: "staged" });
         }
-        let mut queued: Vec<Launched> = Vec::with_capacity(jobs.len());
-        for job in jobs {
-            // SAFETY: the caller promises that the job's memory is valid and ordered by the stream; the stream
-            // is live by the promise made to `Stream::cuda`.
-            match unsafe { self.kernel.launch(job, planes, stream, self.options) } {
-                Ok(launched) => queued.push(launched),
-                Err(error) => {
-                    for launched in &queued {
-                        if let Err(other) = launched.wait() {
-                            tracing::error!(error = %other, "an earlier slab of a failed batch had failed too");
-                        }
-                    }
-                    return Err(error.into());
-                }
-            }
-        }
+        // SAFETY: the caller promises that the jobs' memory is valid and ordered by the stream; the stream is
+        // live by the promise made to `Stream::cuda`.
+        let mut queued = unsafe { self.kernel.launch_many(jobs, planes, stream, self.options) }?;
         let completion = match queued.pop() {
             Some(last) if last.is_captured() => Completion::Captured,
             Some(last) if queued.is_empty() => Completion::Pending(Box::new(last)),
