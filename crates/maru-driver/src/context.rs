@@ -9,9 +9,13 @@ use cudarc::driver::{CudaContext, sys};
 use crate::{DriverError, check};
 
 /// Makes a context current for a scope and restores what was current before, be it nothing.
+///
+/// It also says that the driver calls of the scope have nothing to do with a capture that another thread may
+/// have going on: by default asking an event or allocating memory would break it (PyTorch captures that way).
 #[derive(Debug)]
 pub struct Current<'a> {
     pushed: bool,
+    capture_mode: sys::CUstreamCaptureMode,
     /// Borrows the context, which must live until it is popped; stays on its thread.
     _scope: PhantomData<(&'a CudaContext, *const ())>,
 }
@@ -22,17 +26,28 @@ impl<'a> Current<'a> {
     /// # Errors
     /// [`DriverError`], for a context that was destroyed for instance.
     pub fn enter(context: &'a CudaContext) -> Result<Self, DriverError> {
-        let pushed = current()? != context.cu_ctx();
-        if pushed {
+        let before = current()?;
+        let mut capture_mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is valid for the call; `Drop` exchanges back.
+        let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut capture_mode) };
+        check("cuThreadExchangeStreamCaptureMode", exchanged)?;
+        let mut entered = Current { pushed: false, capture_mode, _scope: PhantomData };
+        if before != context.cu_ctx() {
             // SAFETY: the context is alive while it is borrowed; `Drop` pops it again.
             check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(context.cu_ctx()) })?;
+            entered.pushed = true;
         }
-        Ok(Current { pushed, _scope: PhantomData })
+        Ok(entered)
     }
 }
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
+        // SAFETY: the pointer is valid for the call; gives the thread back the mode it had.
+        let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.capture_mode) };
+        if let Err(error) = check("cuThreadExchangeStreamCaptureMode", exchanged) {
+            tracing::error!(%error, "the caller's capture mode was not restored");
+        }
         if self.pushed {
             let mut popped = std::ptr::null_mut();
             // SAFETY: pops what `enter` pushed on this thread; the type is not `Send`.

@@ -28,7 +28,7 @@ use queue::{Abilities, Queue, Side};
 
 /// Driver functions that are called here, or by cudarc's context. One that is missing would panic when it is
 /// called, so all are looked up before.
-const SYMBOLS: [&str; 26] = [
+const SYMBOLS: [&str; 27] = [
     "cuCtxGetCurrent",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
@@ -55,6 +55,7 @@ const SYMBOLS: [&str; 26] = [
     "cuStreamIsCapturing",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 
 /// Events made at once.

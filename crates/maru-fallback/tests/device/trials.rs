@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::CudaContext;
+use cudarc::driver::{CudaContext, sys};
 use maru_fallback::{DeviceOptions, FallbackError};
 use maru_layout::{Direction, SlotMapping};
 
@@ -23,7 +23,7 @@ pub(crate) fn all() -> Vec<(String, Body)> {
             trials.push((name, Box::new(move |context| layout(context, order, place))));
         }
     }
-    let named: [(&str, Trial); 14] = [
+    let named: [(&str, Trial); 15] = [
         ("pageable/several_windows", several_windows),
         ("pageable/tokens_larger_than_the_bounce_memory", large_tokens),
         ("pageable/load_returns_when_the_slab_is_read", early_return),
@@ -36,6 +36,7 @@ pub(crate) fn all() -> Vec<(String, Body)> {
         ("streams/work_before_and_after", ordered),
         ("graph/captured_and_replayed", captured),
         ("graph/what_cannot_be_captured", not_captured),
+        ("graph/capture_of_another_stream_goes_on", capture_elsewhere),
         ("context/is_restored", context_restored),
         ("empty/is_a_no_op", empty),
     ];
@@ -302,6 +303,27 @@ fn not_captured(context: &Arc<CudaContext>) -> Outcome {
     graph.launch(&stream);
     stream.wait();
     fine.check()
+}
+
+/// Transfers while somebody captures another stream in the strictest mode, as PyTorch does.
+fn capture_elsewhere(context: &Arc<CudaContext>) -> Outcome {
+    let (mover, mut rng) = (mover(context, options()), Rng::new(33));
+    let (captured, stream) = (Stream::new(), Stream::new());
+    let mut rigs: Vec<Rig> = SLABS
+        .iter()
+        .map(|place| Rig::small(order("blocks_first_nhd"), Direction::Scatter, *place, &mut rng))
+        .collect();
+    let memory = Device::new(64);
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    cu!(cuStreamBeginCapture_v2(captured.0, mode));
+    cu!(cuMemsetD8Async(memory.addr, 1, 64, captured.0));
+    let moved: Result<Vec<()>, String> =
+        rigs.iter_mut().map(|rig| rig.start(&mover, stream.0).map_err(text)?.wait().map_err(text)).collect();
+    let mut graph = std::ptr::null_mut();
+    cu!(cuStreamEndCapture(captured.0, &mut graph));
+    cu!(cuGraphDestroy(graph));
+    moved?;
+    rigs.iter_mut().try_for_each(Rig::check)
 }
 
 /// On a thread without a context, and with another one current.
