@@ -20,7 +20,7 @@ Entry table[] = {
     {"cc_major", 9, {9}},
     {"cc_minor", 0, {0}},
     {"driver_version", 13000, {13000}},
-    {"memory_bytes", u64{1} << 30, {u64{1} << 30}},
+    {"memory_bytes", u64{16} << 30, {u64{16} << 30}},
     {"shift", 0, {0}},
     {"delay_us", 0, {0}},
     {"reject_disk_files", 1, {1}},

@@ -17,6 +17,7 @@ struct Fault {
 // What the running kernel may touch, the ranges it used last at hand.
 struct Running {
     const Context *context = nullptr;
+    double started = 0;  // milliseconds
     RangePtr known[4];
     std::size_t next = 0;
 };
@@ -73,6 +74,13 @@ static inline void sim_store(Word *at, Word value) {
 #undef __ldcs
 #undef __ldg
 #undef __stcs
+
+// The kernel of maru-kernel-cuda's device tests that takes its time, then copies words (cuda/stall.cu).
+static void maru_test_stall(u64 *to, const u64 *from, u32 words, u64 nanoseconds) {
+    const double until = sim::running.started + static_cast<double>(nanoseconds) / 1e6;
+    while (sim::now_ms() < until) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    for (u32 i = threadIdx.x; i < words; i += blockDim.x) sim_store(to + i, sim_load(from + i));
+}
 
 namespace sim {
 
@@ -141,6 +149,7 @@ struct Entry<F> {
         return [values, context, shape]() -> Result {
             running = Running{};
             running.context = context.get();
+            running.started = now_ms();
             Values own = *values;
             Report report;
             Result code = kSuccess;
@@ -161,6 +170,7 @@ struct Entry<F> {
 constexpr Kernel kKernels[] = {
 #define MARU_SIM_KERNEL(name) {#name, Entry<name>::kParameters, Entry<name>::bind},
 #include "entries.inc"
+    MARU_SIM_KERNEL(maru_test_stall)
 #undef MARU_SIM_KERNEL
 };
 

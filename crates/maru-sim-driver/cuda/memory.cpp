@@ -1,6 +1,7 @@
 // Allocations, host registrations, and where an address leads.
 #include "sim.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -41,8 +42,8 @@ void unreserve(u64 address, u64 bytes) {
 u8 *allocate(u64 bytes) {
     void *const at = mmap(nullptr, pages(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) return nullptr;
-    // Whoever relies on zeroes is found out.
-    std::memset(at, 0xa5, bytes);
+    // Whoever relies on zeroes is found out; of large memory only what is filled at once is really there.
+    std::memset(at, 0xa5, std::min<u64>(bytes, u64{64} << 20));
     return static_cast<u8 *>(at);
 }
 

@@ -9,7 +9,7 @@
 //! Where the driver is lenient the simulator is strict, so that mistakes show:
 //!
 //! * Device memory cannot be touched by the host, and every byte behind an allocation is an illegal address.
-//! * Fresh memory is filled with 0xa5.
+//! * Fresh memory is filled with 0xa5 (its first 64 MiB).
 //! * `cuMemHostUnregister` does not wait for work in flight; that work then fails.
 //! * A batched copy whose source may be read at any time reads it before the work queued ahead of it.
 //! * A kernel whose host memory is not registered fails, misaligned accesses fail, other devices' memory fails.
@@ -20,7 +20,15 @@
 //! # Ok::<(), maru_sim_driver::SimError>(())
 //! ```
 //!
-//! Other processes are scripted by the environment variable `MARU_SIM_CUDA`, see [`VARIABLE`].
+//! Other processes are scripted by the environment variable `MARU_SIM_CUDA`, see [`VARIABLE`]. Any program runs
+//! beside simulated GPUs with the example `simulated`, the device tests of this workspace among them:
+//!
+//! ```text
+//! export MARU_REQUIRE_GPU=1
+//! cargo run -p maru-sim-driver --example simulated -- cargo test --test conformance
+//! cargo run -p maru-sim-driver --example simulated -- cargo test -p maru-kernel-cuda -p maru-cxl
+//! cargo run -p maru-sim-driver --example simulated -- maru p2p --device cuda:0
+//! ```
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod control;

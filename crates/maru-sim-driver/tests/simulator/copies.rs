@@ -157,7 +157,7 @@ fn pageable_destinations_are_complete_on_return(session: &Session) {
 
 fn a_synchronous_upload_may_arrive_later(session: &Session) {
     let _context = context(0);
-    session.set("delay_us", 30_000);
+    session.set("delay_us", 300_000);
     let to = Device::of(session, &[0; 64]);
     ok!(cuMemcpyHtoD_v2(to.addr, [1u8; 64].as_ptr().cast(), 64));
     assert_eq!(to.read(session), [0; 64], "the source was read, the copy is on its way");
