@@ -21,9 +21,10 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Run the device-dax tests in virtual machines that have a real device node.
+    /// Run the device-dax tests in virtual machines that have a real device node; `dax-vm help` lists the modes.
+    #[command(disable_help_flag = true)]
     DaxVm {
-        /// What to run; nothing means everything, `--help` lists the modes.
+        /// What to run; nothing means everything.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
