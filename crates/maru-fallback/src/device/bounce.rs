@@ -194,12 +194,14 @@ impl Inner {
         let ends = (job.direction(), Side::Registered);
         // What the host put into a part stays there until the copy is over.
         let batched = !streams::is_legacy_default(stream);
-        let mut queue = Queue::new(self.abilities, stream, ends, batched, true);
+        let mut queue = Queue::new(self.abilities(), stream, ends, batched, true);
         let image = image(job, window, part);
         let work = Work::new(job, image, &window.tokens.runs, window.first_layer, window.layers);
         let plan = Plan::new(work, queue.limits());
         // SAFETY: the caller's promises, passed on.
-        unsafe { queue_plan(&mut queue, &plan, &mut 0) }
+        let queued = unsafe { queue_plan(&mut queue, &plan, &mut 0) };
+        self.learn(&queue);
+        queued
     }
 
     /// Waits for a window of a store and copies it to the slab.
@@ -246,7 +248,7 @@ impl Inner {
         stream: CUstream,
     ) -> Result<State, FallbackError> {
         let ends = (job.direction(), Side::Pageable);
-        let mut queue = Queue::new(self.abilities, stream, ends, false, false);
+        let mut queue = Queue::new(self.abilities(), stream, ends, false, false);
         let layers = u64::from(job.layer_count());
         let plan = Plan::new(Work::new(job, Packed::of(job, host), runs, 0, layers), queue.limits());
         let mut done = 0;

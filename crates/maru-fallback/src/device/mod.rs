@@ -11,6 +11,7 @@ mod plan;
 mod queue;
 mod slots;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::CudaContext;
@@ -118,6 +119,8 @@ struct Inner {
     /// Stands in for the legacy default stream, which takes no batches.
     side: SideStream,
     abilities: Abilities,
+    /// Cleared when the driver refuses a copy of rows.
+    rows_anywhere: AtomicBool,
     options: DeviceOptions,
     health: Health,
     context: Context,
@@ -142,10 +145,17 @@ impl DeviceMover {
             "device fallback opened"
         );
         let tickets = Tickets::new(context.get(), EVENTS);
-        let (bounce, health) = (Mutex::new(None), Health::new());
-        Ok(DeviceMover {
-            inner: Arc::new(Inner { bounce, tickets, side, abilities, options, health, context }),
-        })
+        let inner = Inner {
+            bounce: Mutex::new(None),
+            tickets,
+            side,
+            abilities,
+            rows_anywhere: AtomicBool::new(true),
+            options,
+            health: Health::new(),
+            context,
+        };
+        Ok(DeviceMover { inner: Arc::new(inner) })
     }
 
     /// The context it moves in.
@@ -201,6 +211,19 @@ impl DeviceMover {
 }
 
 impl Inner {
+    /// What the driver can do, as far as is known by now.
+    fn abilities(&self) -> Abilities {
+        Abilities { rows_anywhere: self.rows_anywhere.load(Ordering::Relaxed), ..self.abilities }
+    }
+
+    /// Remembers what a queue has learned, so that the next plan does without.
+    fn learn(&self, queue: &Queue) {
+        if queue.refused_rows() && self.rows_anywhere.swap(false, Ordering::Relaxed) {
+            let device = self.context.get().ordinal();
+            tracing::warn!(device, "the driver refused a copy of rows; layers are no longer moved together");
+        }
+    }
+
     /// # Safety
     /// As [`DeviceMover::copy_on`].
     unsafe fn copy(&self, job: &CopyJob, stream: CUstream) -> Result<State, FallbackError> {
@@ -268,7 +291,7 @@ impl Inner {
         let fork = streams::is_legacy_default(stream) && self.abilities.batch.is_some();
         let lane = if fork { self.side.0 } else { stream };
         let (ends, stable) = ((job.direction(), side), self.options.stable_slabs);
-        let mut queue = Queue::new(self.abilities, lane, ends, !capturing, stable);
+        let mut queue = Queue::new(self.abilities(), lane, ends, !capturing, stable);
         let layers = u64::from(job.layer_count());
         let plan = Plan::new(Work::new(job, Packed::of(job, addr), runs, 0, layers), queue.limits());
         if capturing {
@@ -295,6 +318,7 @@ impl Inner {
         let mut done = 0;
         // SAFETY: the caller's promises, passed on.
         let queued = unsafe { queue_plan(&mut queue, &plan, &mut done) };
+        self.learn(&queue);
         // SAFETY: an event of ours; the stream is the caller's promise or ours.
         let queued = queued.and_then(|()| unsafe { ticket.record(lane) });
         // SAFETY: as above.

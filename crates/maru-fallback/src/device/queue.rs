@@ -18,6 +18,9 @@ const MOST_ENTRIES: usize = 32 << 10;
 /// the copy engine does not wait for the rest of the job.
 const ENOUGH_ENTRIES: usize = 128;
 
+/// INVALID_VALUE: what the driver says of a copy that it does not do, before it queues anything.
+const REFUSED: u32 = 1;
+
 /// CUDA 12.8: with a place for the index of the entry that failed.
 type BatchOf12 = unsafe extern "C" fn(
     *mut CUdeviceptr,
@@ -75,6 +78,8 @@ impl Batch {
 pub(super) struct Abilities {
     pub(super) batch: Option<Batch>,
     pub(super) max_pitch: u64,
+    /// Rows of a copy may lie in several allocations.
+    pub(super) rows_anywhere: bool,
 }
 
 impl Abilities {
@@ -86,7 +91,8 @@ impl Abilities {
         check("cuDeviceGetAttribute", result)?;
         // A driver that does not say is taken at the value that all have had so far.
         let max_pitch = u64::try_from(pitch).ok().filter(|p| *p > 0).unwrap_or(i32::MAX as u64);
-        Ok(Abilities { batch: batched.then(Batch::look_up).flatten(), max_pitch })
+        let batch = batched.then(Batch::look_up).flatten();
+        Ok(Abilities { batch, max_pitch, rows_anywhere: true })
     }
 }
 
@@ -112,6 +118,7 @@ pub(super) struct Queue {
     to: Vec<CUdeviceptr>,
     from: Vec<CUdeviceptr>,
     bytes: Vec<usize>,
+    refused_rows: bool,
 }
 
 impl Queue {
@@ -132,7 +139,11 @@ impl Queue {
         };
         Queue {
             batch,
-            limits: Limits { max_pitch: abilities.max_pitch, batch: batch.is_some() },
+            limits: Limits {
+                max_pitch: abilities.max_pitch,
+                batch: batch.is_some(),
+                layers_together: abilities.rows_anywhere,
+            },
             stream,
             direction,
             side,
@@ -140,6 +151,7 @@ impl Queue {
             to: Vec::new(),
             from: Vec::new(),
             bytes: Vec::new(),
+            refused_rows: false,
         }
     }
 
@@ -155,33 +167,49 @@ impl Queue {
     /// for that, until the copy is over, and nobody interferes but ordered by the stream. The context is
     /// current and the stream one of its own.
     pub(super) unsafe fn push(&mut self, c: Command) -> Result<(), DriverError> {
-        if c.rows > 1 {
+        if c.rows == 1 {
             // SAFETY: as for this function.
-            return match unsafe { self.rows(&c) } {
-                // Between two places in device memory the driver may refuse pitches that it did not choose.
-                Err(error) if self.side == Side::Device && error.code == 1 => {
-                    (0..c.rows).try_for_each(|row| {
-                        let (paged, slab) = (c.paged + row * c.paged_pitch, c.slab + row * c.slab_pitch);
-                        // SAFETY: a row of the command.
-                        unsafe { self.run(paged, slab, size(c.width)) }
-                    })
-                }
-                result => result,
-            };
+            return unsafe { self.push_row(c.paged, c.slab, c.width) };
         }
-        if !self.limits.batches(c.width) {
+        // SAFETY: as for this function.
+        match unsafe { self.rows(&c) } {
+            // The driver may refuse rows in several allocations, and, inside device memory, pitches that it did
+            // not choose. Then nothing was queued, and the rows go one by one.
+            Err(error) if error.code == REFUSED => {
+                self.refused_rows = true;
+                (0..c.rows).try_for_each(|row| {
+                    let (paged, slab) = (c.paged + row * c.paged_pitch, c.slab + row * c.slab_pitch);
+                    // SAFETY: a row of the command.
+                    unsafe { self.push_row(paged, slab, c.width) }
+                })
+            }
+            result => result,
+        }
+    }
+
+    /// Takes a one-dimensional copy.
+    ///
+    /// # Safety
+    /// As [`Queue::push`].
+    unsafe fn push_row(&mut self, paged: u64, slab: u64, width: u64) -> Result<(), DriverError> {
+        if !self.limits.batches(width) {
             // SAFETY: as for this function.
-            return unsafe { self.run(c.paged, c.slab, size(c.width)) };
+            return unsafe { self.run(paged, slab, size(width)) };
         }
-        let (to, from) = self.ends(c.paged, c.slab);
+        let (to, from) = self.ends(paged, slab);
         self.to.push(to);
         self.from.push(from);
-        self.bytes.push(size(c.width));
+        self.bytes.push(size(width));
         match self.to.len() < MOST_ENTRIES {
             true => Ok(()),
             // SAFETY: as for this function, for every command taken so far.
             false => unsafe { self.flush() },
         }
+    }
+
+    /// Whether the driver refused a two-dimensional copy.
+    pub(super) fn refused_rows(&self) -> bool {
+        self.refused_rows
     }
 
     /// Whether what is kept back is worth a call by now.

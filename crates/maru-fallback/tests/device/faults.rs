@@ -15,10 +15,11 @@ use crate::trials::{Outcome, bytes_of};
 
 type Body = fn(&Session, &Arc<CudaContext>) -> Outcome;
 
-pub(crate) const TRIALS: [(&str, Body); 9] = [
+pub(crate) const TRIALS: [(&str, Body); 10] = [
     ("fault/any_call", any_call),
     ("fault/opening", opening),
     ("fault/layers_done", layers_done),
+    ("fault/rows_refused", rows_refused),
     ("fault/no_batch_function", no_batch),
     ("fault/pinned_memory_refused", pinned_refused),
     ("fault/event_query", event_query),
@@ -166,6 +167,24 @@ fn layers_done(session: &Session, context: &Arc<CudaContext>) -> Outcome {
         crate::cases::compare("layers done", &now[..done], &rig.images.cache_after[..done])?;
     }
     assert_eq!(seen.into_iter().collect::<Vec<_>>(), [0, 1, 2]);
+    Ok(())
+}
+
+/// A driver that refuses copies of rows gets the rows one by one.
+fn rows_refused(session: &Session, context: &Arc<CudaContext>) -> Outcome {
+    let (stream, mut rng) = (Stream::new(), Rng::new(14));
+    for place in SLABS {
+        for direction in DIRECTIONS {
+            for (name, _, batched) in LAYOUTS {
+                let mover = mover(context, options().with_batched(batched));
+                session.fail_from("cuMemcpy2DAsync", 1, 1);
+                for _ in 0..2 {
+                    Rig::small(order(name), direction, place, &mut rng).run(&mover, stream.0)?;
+                }
+                session.clear_faults();
+            }
+        }
+    }
     Ok(())
 }
 

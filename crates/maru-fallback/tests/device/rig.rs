@@ -27,7 +27,7 @@ pub(crate) enum SlabMemory {
 }
 
 impl SlabMemory {
-    fn holding(bytes: &[u8], place: SlabIn) -> Self {
+    pub(crate) fn holding(bytes: &[u8], place: SlabIn) -> Self {
         match place {
             SlabIn::Registered => {
                 let mut memory = Pinned::new(bytes.len());
@@ -47,7 +47,7 @@ impl SlabMemory {
         }
     }
 
-    fn span(&mut self) -> SlabSpan {
+    pub(crate) fn span(&mut self) -> SlabSpan {
         match self {
             SlabMemory::Registered(memory) => SlabSpan {
                 host: Some(memory.host_addr()),

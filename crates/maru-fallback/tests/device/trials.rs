@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, sys};
 use maru_fallback::{DeviceOptions, FallbackError};
-use maru_layout::{Direction, SlotMapping};
+use maru_layout::{CopyJob, CopyPlan, Direction, JobRequest, SlabLayout, SlotMapping};
 
-use crate::cases::{Cache, Dims, ORDERS, Order, Rng};
+use crate::cases::{Cache, Dims, Images, ORDERS, Order, Rng, compare};
 use crate::gpu::{Device, Graph, Stream, cu, current, make_current, mover};
 use crate::rig::{DIMS, DIRECTIONS, LARGE, Rig, SLABS, SlabIn, SlabMemory, order};
 
@@ -23,7 +23,7 @@ pub(crate) fn all() -> Vec<(String, Body)> {
             trials.push((name, Box::new(move |context| layout(context, order, place))));
         }
     }
-    let named: [(&str, Trial); 15] = [
+    let named: [(&str, Trial); 18] = [
         ("pageable/several_windows", several_windows),
         ("pageable/tokens_larger_than_the_bounce_memory", large_tokens),
         ("pageable/load_returns_when_the_slab_is_read", early_return),
@@ -31,6 +31,9 @@ pub(crate) fn all() -> Vec<(String, Body)> {
         ("slots/in_device_memory", device_slots),
         ("slots/bad_ones_in_device_memory", bad_device_slots),
         ("layers/one_of_a_packed_slab", one_layer),
+        ("layers/in_allocations_of_their_own", own_allocations),
+        ("threads/share_a_mover", threads),
+        ("devices/take_turns", devices),
         ("streams/default_ones", default_streams),
         ("streams/of_another_context", foreign_stream),
         ("streams/work_before_and_after", ordered),
@@ -192,6 +195,120 @@ fn one_layer(context: &Arc<CudaContext>) -> Outcome {
     Ok(())
 }
 
+/// Layers in allocations of their own, which are often evenly spaced: then layers are rows, unless the driver
+/// refuses copies that leave an allocation.
+fn own_allocations(context: &Arc<CudaContext>) -> Outcome {
+    let (mover, stream, mut rng) = (mover(context, options()), Stream::new(), Rng::new(35));
+    let dims = Dims { layers: 6, blocks: 16, block_size: 16, heads: 8, head_size: 64, pad: 0, ..DIMS };
+    let cache = Cache::new(order("blocks_first_nhd"), dims).map_err(text)?;
+    let span = usize::try_from(cache.layout.span_bytes()).map_err(text)?;
+    let mut memory: Vec<Device> =
+        (0..dims.layers).map(|_| Device::new(span.next_multiple_of(2 << 20))).collect();
+    // Whole blocks in an order of their own.
+    let slots: Vec<i64> = (0..16).map(|b| b * 7 % 16).flat_map(|b| b * 16..(b + 1) * 16).collect();
+    for descending in [false, true] {
+        memory.sort_by_key(|m| if descending { u64::MAX - m.addr } else { m.addr });
+        let mut bases = Vec::new();
+        for kv in 0..2 {
+            let inside = cache.layout.plane_offset(kv, 0).map_err(text)?;
+            bases.extend(memory.iter().map(|m| m.addr + inside));
+        }
+        for (direction, place) in DIRECTIONS.iter().flat_map(|d| SLABS.map(|p| (*d, p))) {
+            let images = Images::new(&cache, direction, 256, &slots, 0, &mut rng);
+            let of = |image: &[u8], layer: usize| {
+                let at = usize::try_from(cache.reference.tensors[layer]).unwrap_or(usize::MAX);
+                image[at..at + span].to_vec()
+            };
+            for (layer, m) in memory.iter().enumerate() {
+                m.write(&of(&images.cache, layer));
+            }
+            let mut slab = SlabMemory::holding(&images.slab, place);
+            let layout = SlabLayout::of_cache(&cache.layout, 2, dims.layers, 256).map_err(text)?;
+            let plan = CopyPlan::new(&cache.layout, &layout, bases.clone()).map_err(text)?;
+            let request = JobRequest {
+                direction,
+                slab: slab.span(),
+                slots: SlotMapping::from_slots(slots.clone()),
+                skip_tokens: 0,
+                partial: false,
+                layers: None,
+            };
+            let job = CopyJob::new(Arc::new(plan), request).map_err(text)?;
+            // SAFETY: everything is alive until the wait.
+            unsafe { mover.copy_on(&job, stream.0) }.map_err(text)?.wait().map_err(text)?;
+            for (layer, m) in memory.iter().enumerate() {
+                compare(&format!("layer {layer}"), &m.read(span), &of(&images.cache_after, layer))?;
+            }
+            compare("slab", &slab.read(), &images.slab_after)?;
+        }
+    }
+    Ok(())
+}
+
+/// Threads that never saw a context, each with a stream of its own, on one mover.
+fn threads(context: &Arc<CudaContext>) -> Outcome {
+    let mover = mover(context, options());
+    let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
+        let start = |seed: u64| {
+            let (mover, context) = (&mover, context.clone());
+            scope.spawn(move || {
+                let mut rng = Rng::new(seed);
+                for round in 0..6 {
+                    context.bind_to_thread().map_err(text)?;
+                    let (place, direction) = (SLABS[round % 3], DIRECTIONS[round / 3]);
+                    let stream = Stream::new();
+                    let mut rig = Rig::of(order("blocks_first_nhd"), LARGE, direction, place, &mut rng);
+                    make_current(std::ptr::null_mut());
+                    let moved = rig.start(mover, stream.0).and_then(|copy| copy.wait());
+                    assert!(current().is_null());
+                    context.bind_to_thread().map_err(text)?;
+                    moved.map_err(text)?;
+                    rig.check()?;
+                }
+                Ok(())
+            })
+        };
+        let running: Vec<_> = (1..4).map(start).collect();
+        running.into_iter().map(|t| t.join().unwrap_or_else(|_| Err("a thread panicked".into()))).collect()
+    });
+    outcomes.into_iter().collect()
+}
+
+/// Two devices in one thread, by turns; what is current stays so.
+fn devices(context: &Arc<CudaContext>) -> Outcome {
+    let mut count = 0;
+    cu!(cuDeviceGetCount(&mut count));
+    if count < 2 {
+        eprintln!("one device only: turns were not taken");
+        return Ok(());
+    }
+    let mine = current();
+    let other = crate::gpu::open(1)?;
+    let mut rng = Rng::new(37);
+    {
+        let movers = [mover(context, options()), mover(&other, options())];
+        for round in 0..10 {
+            for (mover, context) in movers.iter().zip([context, &other]) {
+                context.bind_to_thread().map_err(text)?;
+                let stream = Stream::new();
+                let place = SLABS[round % 3];
+                let mut rig = Rig::small(order("fused_lbnhc"), DIRECTIONS[round % 2], place, &mut rng);
+                // The other device is current, or this one.
+                make_current(if round % 4 < 2 { mine } else { context.cu_ctx() });
+                let before = current();
+                let moved = rig.start(mover, stream.0).and_then(|copy| copy.wait());
+                assert_eq!(current(), before);
+                context.bind_to_thread().map_err(text)?;
+                moved.map_err(text)?;
+                rig.check()?;
+            }
+        }
+    }
+    drop(other);
+    make_current(mine);
+    Ok(())
+}
+
 fn default_streams(context: &Arc<CudaContext>) -> Outcome {
     let (mover, mut rng) = (mover(context, options()), Rng::new(19));
     for handle in [0usize, 1, 2] {
@@ -251,6 +368,15 @@ fn ordered(context: &Arc<CudaContext>) -> Outcome {
         second.wait();
         rig.check_against(&vec![0xee; cache.len()], &rig.images.slab_after.clone())
             .map_err(|e| format!("{place:?}: {e}"))?;
+    }
+    // A load overwrites pages only after what was queued before it has read them.
+    for place in SLABS {
+        let mut rig = Rig::of(order("kv_first_nhd"), LARGE, Direction::Scatter, place, &mut rng);
+        let len = rig.images.cache.len();
+        let kept = Device::new(len);
+        cu!(cuMemcpyDtoDAsync_v2(kept.addr, rig.paged.addr, len, first.0));
+        rig.run(&mover, first.0)?;
+        compare("what was read before", &kept.read(len), &rig.images.cache)?;
     }
     Ok(())
 }

@@ -33,6 +33,8 @@ pub(crate) struct Limits {
     pub(crate) max_pitch: u64,
     /// Whether one-dimensional copies can be batched.
     pub(crate) batch: bool,
+    /// Whether layers may be moved together. They may lie in several allocations.
+    pub(crate) layers_together: bool,
 }
 
 impl Limits {
@@ -60,7 +62,7 @@ impl Limits {
 mod tests {
     use super::*;
 
-    const DRIVER: Limits = Limits { max_pitch: i32::MAX as u64, batch: true };
+    const DRIVER: Limits = Limits { max_pitch: i32::MAX as u64, batch: true, layers_together: true };
 
     fn rate(bytes: u64, nanoseconds: u64) -> f64 {
         bytes as f64 / nanoseconds as f64

@@ -154,7 +154,7 @@ impl<'a> Plan<'a> {
         let mut at = 0;
         while at < layers {
             let (count, step) = plan.stretch(at, layers);
-            let together = (count > 1)
+            let together = (count > 1 && limits.layers_together)
                 .then(|| nests(&plan.work, &plan.series, at..at + count, Some((count, step)), limits))
                 .filter(|n| n.cost < plan.nests[0].cost.saturating_mul(count as u64));
             match together {

@@ -13,7 +13,7 @@ use super::*;
 
 const CACHE: u64 = 1 << 20;
 const SLAB: u64 = 1 << 40;
-const DRIVER: Limits = Limits { max_pitch: i32::MAX as u64, batch: true };
+const DRIVER: Limits = Limits { max_pitch: i32::MAX as u64, batch: true, layers_together: true };
 
 fn ix(n: u64) -> usize {
     usize::try_from(n).unwrap()
@@ -285,7 +285,7 @@ proptest! {
         seed in any::<u64>(),
         holes in any::<bool>(),
         (skip, spare) in (0u64..4, 0u64..4),
-        (batch, max_pitch) in (any::<bool>(), prop_oneof![Just(i32::MAX as u64), 1u64..400]),
+        (batch, layers_together, max_pitch) in (any::<bool>(), any::<bool>(), prop_oneof![Just(i32::MAX as u64), 1u64..400]),
         slab_kind in 0..4,
     ) {
         let slots = slots(cache.layout.num_slots(), run, seed, holes);
@@ -303,7 +303,7 @@ proptest! {
             _ => [tokens * row, tokens * row * r.planes, row],
         };
         let slab = SlabLayout::strided(counts, row, strides, dtype).unwrap();
-        check(&cache, &slab, &slots, skip.min(slots.len() as u64), Limits { max_pitch, batch });
+        check(&cache, &slab, &slots, skip.min(slots.len() as u64), Limits { max_pitch, batch, layers_together });
     }
 }
 
