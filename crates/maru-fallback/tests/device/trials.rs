@@ -354,8 +354,9 @@ fn foreign_stream(context: &Arc<CudaContext>) -> Outcome {
 fn ordered(context: &Arc<CudaContext>) -> Outcome {
     let (mover, mut rng) = (mover(context, options()), Rng::new(23));
     let (first, second) = (Stream::new(), Stream::new());
-    for place in SLABS {
-        let mut rig = Rig::of(order("kv_first_nhd"), LARGE, Direction::Gather, place, &mut rng);
+    // Copies of rows, and batches.
+    for (place, dims) in SLABS.iter().flat_map(|p| [(*p, LARGE), (*p, DIMS)]) {
+        let mut rig = Rig::of(order("kv_first_nhd"), dims, Direction::Gather, place, &mut rng);
         let cache = rig.images.cache.clone();
         // The cache gets its content on the stream only.
         rig.paged.write(&vec![0; cache.len()]);
