@@ -137,6 +137,14 @@ impl Setting {
         Setting { layout, reference, plan, pages, page_bytes, slab, slab_bytes, slabs, lists }
     }
 
+    /// Device address of the slabs, which lie one after the other, if they are pinned.
+    pub(crate) fn pinned_slabs(&self) -> Option<u64> {
+        match &self.slab {
+            Slabs::Registered(memory) => Some(memory.addr),
+            Slabs::Pageable(_) => None,
+        }
+    }
+
     pub(crate) fn jobs(&mut self, direction: Direction) -> Vec<CopyJob> {
         let len = self.slab_bytes as u64;
         let (host, device) = match &mut self.slab {
