@@ -1,5 +1,6 @@
 //! The few questions to the CUDA driver about addresses: whose memory, how much, reachable how.
 
+use std::ffi::c_void;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, sys};
@@ -13,6 +14,12 @@ pub(crate) struct Known {
     pub(crate) device: u64,
     /// The device whose memory it is; `None` for registered or pinned host memory.
     pub(crate) ordinal: Option<u32>,
+    /// First byte of the driver's range around it.
+    pub(crate) start: u64,
+    /// Bytes of that range.
+    pub(crate) len: u64,
+    /// A number of the allocation that is not reused; 0 for ranges of the virtual memory calls.
+    pub(crate) id: u64,
 }
 
 /// Makes a context current and restores the caller's.
@@ -52,24 +59,45 @@ fn check(op: &str, result: sys::CUresult) -> Result<(), Fault> {
     }
 }
 
-fn attribute<T: Default>(which: sys::CUpointer_attribute, addr: u64) -> Option<T> {
-    let mut value = T::default();
-    // SAFETY: the driver writes one value of the attribute's type, which the callers below choose.
-    let result = unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), which, addr) };
-    (result == sys::CUresult::CUDA_SUCCESS).then_some(value)
-}
-
-/// What the driver knows of an address; `None` for memory it has never heard of. A context is current.
+/// What the driver knows of an address, in one call; `None` for memory it has never heard of. A context is
+/// current.
 pub(crate) fn known(addr: u64) -> Option<Known> {
     use sys::CUpointer_attribute as A;
     const HOST: u32 = 1;
-    let kind: u32 = attribute(A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, addr)?;
-    if kind == HOST {
-        let device: u64 = attribute(A::CU_POINTER_ATTRIBUTE_DEVICE_POINTER, addr)?;
-        return Some(Known { device, ordinal: None });
+    const DEVICE: u32 = 2;
+    let (mut kind, mut ordinal) = (0u32, -1i32);
+    let (mut device, mut start, mut len, mut id) = (0u64, 0u64, 0usize, 0u64);
+    let mut attributes = [
+        A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+        A::CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+        A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+        A::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+        A::CU_POINTER_ATTRIBUTE_BUFFER_ID,
+    ];
+    let mut values: [*mut c_void; 6] = [
+        (&raw mut kind).cast(),
+        (&raw mut ordinal).cast(),
+        (&raw mut device).cast(),
+        (&raw mut start).cast(),
+        (&raw mut len).cast(),
+        (&raw mut id).cast(),
+    ];
+    // SAFETY: six attributes and six places of their types, which the driver fills; for an address it does not
+    // know it writes zeroes.
+    let result =
+        unsafe { sys::cuPointerGetAttributes(6, attributes.as_mut_ptr(), values.as_mut_ptr(), addr) };
+    if result != sys::CUresult::CUDA_SUCCESS {
+        return None;
     }
-    let ordinal: i32 = attribute(A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, addr)?;
-    Some(Known { device: addr, ordinal: u32::try_from(ordinal).ok() })
+    let ordinal = match kind {
+        HOST => None,
+        DEVICE => Some(u32::try_from(ordinal).ok()?),
+        _ => return None,
+    };
+    // Host memory that the device reaches at no address of its own is of no use to a kernel.
+    let device = if ordinal.is_some() { addr } else { device };
+    Some(Known { device, ordinal, start, len: len as u64, id }).filter(|known| known.device != 0)
 }
 
 /// The device whose memory an address is, if there is a driver at all.
@@ -78,32 +106,14 @@ pub(crate) fn device_of(addr: u64) -> Option<u32> {
     known(addr)?.ordinal
 }
 
-/// The allocation around an address: its first byte, its length, and a number that is not reused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Allocation {
-    pub(crate) start: u64,
-    pub(crate) len: u64,
-    pub(crate) id: u64,
-}
-
-/// The driver's range around an address. A context is current.
-pub(crate) fn allocation(addr: u64) -> Option<Allocation> {
-    use sys::CUpointer_attribute as A;
-    let start: u64 = attribute(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, addr)?;
-    let len: usize = attribute(A::CU_POINTER_ATTRIBUTE_RANGE_SIZE, addr)?;
-    // Ranges of the virtual memory calls have no number; their mapping is what is asked for.
-    let id: u64 = attribute(A::CU_POINTER_ATTRIBUTE_BUFFER_ID, addr).unwrap_or(0);
-    Some(Allocation { start, len: len as u64, id })
-}
-
 /// The end of known memory from an address on, over the seams of adjacent ranges: torch's expandable segments
 /// are many of them. Stops once `needed` is reached. A context is current.
 pub(crate) fn known_end(addr: u64, needed: u64) -> u64 {
     let mut at = addr;
     while at < needed {
-        match allocation(at) {
+        match known(at) {
             Some(range) if range.len > 0 && range.start <= at => {
-                at = range.start.saturating_add(range.len).max(at + 1)
+                at = range.start.saturating_add(range.len).max(at + 1);
             }
             _ => break,
         }

@@ -6,6 +6,7 @@
 //! whatever may take time, and turns errors and panics into exceptions.
 
 mod args;
+mod bench;
 mod cache;
 mod config;
 mod driver;
@@ -97,6 +98,7 @@ fn _panic(py: Python<'_>) -> PyResult<()> {
 #[pyo3(name = "_native")]
 fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     log::install();
+    process::watch_forks();
     for function in [
         wrap_pyfunction!(unavailable, module)?,
         wrap_pyfunction!(synchronize, module)?,
@@ -104,6 +106,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         wrap_pyfunction!(slots_from_blocks, module)?,
         wrap_pyfunction!(version, module)?,
         wrap_pyfunction!(_panic, module)?,
+        wrap_pyfunction!(bench::_launch_ns, module)?,
         wrap_pyfunction!(config::read_config, module)?,
         wrap_pyfunction!(legacy::multi_layer_kv_transfer, module)?,
         wrap_pyfunction!(legacy::single_layer_kv_transfer, module)?,

@@ -9,7 +9,7 @@ use maru_transfer::Place;
 use pyo3::prelude::*;
 use rustix::mm::MsyncFlags;
 
-use crate::driver::{self, Allocation, Current};
+use crate::driver::{self, Current};
 use crate::errors::Fault;
 use crate::process::{lock, process};
 
@@ -30,6 +30,14 @@ impl Tracked {
         known.push(Arc::downgrade(&tracked));
         tracked
     }
+}
+
+/// A range of the driver's, as a region stands for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Allocation {
+    start: u64,
+    len: u64,
+    id: u64,
 }
 
 /// The memory this process has met.
@@ -76,19 +84,25 @@ impl Memory {
         let end = addr
             .checked_add(len)
             .ok_or_else(|| Fault::overflow("the slab's last address does not fit 64 bits"))?;
-        let reached = driver::known_end(addr, end);
-        if reached < end {
-            let found = reached - addr;
-            return Err(Fault::value(format!(
-                "the slab at {addr:#x} needs {len} bytes, its allocation has {found} from there"
-            )));
-        }
-        let mut range = driver::allocation(addr).unwrap_or(Allocation { start: addr, len, id: 0 });
+        let mut range = Allocation { start: known.start, len: known.len, id: known.id };
         if range.start > addr || addr - range.start >= ONE_PIECE || range.len > ONE_PIECE {
-            range = Allocation { start: addr, len, id: range.id };
+            range = Allocation {
+                start: addr,
+                len: known.len.saturating_sub(addr.saturating_sub(known.start)),
+                id: known.id,
+            };
         }
-        // Adjacent ranges of one allocation (expandable segments) count as one.
-        range.len = range.len.max(end - range.start);
+        if range.start.saturating_add(range.len) < end {
+            // Adjacent ranges of one allocation (expandable segments) count as one.
+            let reached = driver::known_end(addr, end);
+            if reached < end {
+                return Err(Fault::value(format!(
+                    "the slab at {addr:#x} needs {len} bytes, its allocation has {} from there",
+                    reached - addr
+                )));
+            }
+            range.len = end - range.start;
+        }
         let region = self.region_of(range, known.device.wrapping_sub(addr - range.start))?;
         Ok(region.slab(addr - range.start, len)?)
     }

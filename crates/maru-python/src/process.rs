@@ -45,9 +45,31 @@ static PROCESS: AtomicPtr<Process> = AtomicPtr::new(std::ptr::null_mut());
 /// The process that initialised CUDA through us; the driver does not survive a fork.
 static CUDA_OWNER: AtomicU32 = AtomicU32::new(0);
 
+/// This process's id, kept so that asking costs no system call.
+static PID: AtomicU32 = AtomicU32::new(0);
+
+/// Notes every fork from now on. Called once, when the module is made.
+pub(crate) fn watch_forks() {
+    unsafe extern "C" fn in_child() {
+        PID.store(std::process::id(), Ordering::Release);
+    }
+    PID.store(std::process::id(), Ordering::Release);
+    // SAFETY: the handler only stores a number, which is safe in a forked child, and is never unloaded, as
+    // Python does not unload extension modules.
+    let code = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    if code != 0 {
+        tracing::warn!(code, "forks of this process will not be noticed");
+    }
+}
+
+/// The id of the process that asks.
+pub(crate) fn pid() -> u32 {
+    PID.load(Ordering::Acquire)
+}
+
 /// This process's state.
 pub(crate) fn process() -> &'static Process {
-    let pid = std::process::id();
+    let pid = pid();
     loop {
         let at = PROCESS.load(Ordering::Acquire);
         // SAFETY: null or a leaked box, which is never freed.
@@ -73,17 +95,17 @@ pub(crate) struct Owned<T> {
 
 impl<T> Owned<T> {
     pub(crate) fn new(value: T) -> Self {
-        Owned { pid: std::process::id(), value: ManuallyDrop::new(value) }
+        Owned { pid: pid(), value: ManuallyDrop::new(value) }
     }
 
     pub(crate) fn get(&self, what: &str) -> Result<&T, Fault> {
-        match self.pid == std::process::id() {
+        match self.pid == pid() {
             true => Ok(&self.value),
             false => Err(Fault::state(format!(
                 "this {what} was made in process {} and does not work in its forked child {}; make a new one here, \
                  or start workers with multiprocessing's spawn method",
                 self.pid,
-                std::process::id()
+                pid()
             ))),
         }
     }
@@ -91,7 +113,7 @@ impl<T> Owned<T> {
 
 impl<T> Drop for Owned<T> {
     fn drop(&mut self) {
-        if self.pid == std::process::id() {
+        if self.pid == pid() {
             // SAFETY: dropped here only, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.value) };
         }
@@ -211,16 +233,16 @@ impl Process {
 /// Refuses the driver in a child of a process that used it.
 pub(crate) fn cuda_allowed() -> Result<(), Fault> {
     let owner = CUDA_OWNER.load(Ordering::Acquire);
-    match owner == 0 || owner == std::process::id() {
+    match owner == 0 || owner == pid() {
         true => Ok(()),
         false => Err(Fault::state(format!(
             "process {owner} used CUDA before it forked this one ({}); CUDA does not survive a fork: start workers \
              with multiprocessing's spawn method",
-            std::process::id()
+            pid()
         ))),
     }
 }
 
 pub(crate) fn claim_cuda() {
-    CUDA_OWNER.store(std::process::id(), Ordering::Release);
+    CUDA_OWNER.store(pid(), Ordering::Release);
 }

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use crate::args;
 use crate::errors::{Fault, detached, guard};
-use crate::process::{lock, process};
+use crate::process::{lock, pid, process};
 use crate::region::no_pickle;
 use crate::tensor::stream_of;
 
@@ -41,7 +41,7 @@ impl PyTransfer {
     pub(crate) fn new(parts: Vec<(u64, u64, Transfer)>, keep: Vec<Py<PyAny>>) -> Self {
         let first = parts.first().map(|p| &p.2);
         PyTransfer {
-            pid: std::process::id(),
+            pid: pid(),
             backend: first.map_or("none", Transfer::backend),
             strategy: first.map_or("none", Transfer::strategy),
             bytes: parts.iter().map(|p| p.2.bytes()).sum(),
@@ -62,7 +62,7 @@ impl PyTransfer {
     }
 
     fn here(&self) -> Result<(), Fault> {
-        match self.pid == std::process::id() {
+        match self.pid == pid() {
             true => Ok(()),
             false => Err(Fault::state(format!(
                 "this Transfer was submitted in process {} and cannot be asked in its forked child",
@@ -220,7 +220,7 @@ impl Drop for PyTransfer {
         let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut keep = std::mem::take(&mut state.keep);
         let left: Vec<Transfer> = state.parts.iter_mut().filter_map(|p| p.transfer.take()).collect();
-        if self.pid != std::process::id() {
+        if self.pid != pid() {
             std::mem::forget(left);
             return;
         }

@@ -12,17 +12,56 @@ use crate::driver;
 use crate::errors::{Fault, Result};
 use crate::memory::{mapped, with_context};
 use crate::process::{lock, process};
-use crate::tensor::Tensor;
 use crate::words::Words;
 
 /// Caches and pointer lists remembered; the oldest is forgotten first.
 const MOST: usize = 64;
+/// The same for single layers, of which a model has many.
+const MOST_LAYERS: usize = 512;
 
 /// What earlier calls have registered.
 #[derive(Default)]
 pub(crate) struct Registrations {
     caches: Mutex<Vec<(Key, RegisteredCache)>>,
     lists: Mutex<Vec<List>>,
+    layers: Mutex<Vec<(LayerKey, RegisteredCache)>>,
+}
+
+/// One layer's tensor, as the single-layer call reads it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct LayerKey {
+    pub(super) addr: u64,
+    pub(super) desc: TensorDesc,
+    pub(super) axes: Vec<Axis>,
+    pub(super) place: Place,
+}
+
+/// The cache of one layer's tensor, registered when it is first met. Blocks then.
+pub(super) fn registered_layer(
+    key: &LayerKey,
+    engine: &TransferEngine,
+) -> std::result::Result<RegisteredCache, Fault> {
+    let layers = &process().registrations.layers;
+    let bytes = key.desc.span_bytes();
+    let known = lock(layers).iter().find(|(k, _)| k == key).map(|(_, cache)| cache.clone());
+    if key.place == Place::Host || known.is_none() {
+        tensor_in_memory(key.place, key.addr, bytes)?;
+    }
+    if let Some(cache) = known {
+        return Ok(cache);
+    }
+    let tensor = CacheTensor { addr: key.addr, len: bytes, desc: key.desc.clone() };
+    let spec = CacheSpec { axes: Some(key.axes.clone()), ..CacheSpec::default() };
+    // SAFETY: the tensor is kept alive until its transfers are over, and its bytes are memory of its place, as
+    // just checked.
+    let paged = unsafe { PagedCache::new(&Tensors::PerLayer(vec![tensor]), &spec, key.place, Some(1)) }?;
+    let cache = engine.register(paged)?;
+    let mut layers = lock(layers);
+    if layers.len() >= MOST_LAYERS {
+        layers.remove(0);
+    }
+    layers.push((key.clone(), cache.clone()));
+    Ok(cache)
 }
 
 /// Everything that a registered cache follows from.
@@ -221,21 +260,20 @@ fn cache_of(key: &Key, op: EngineOp, planes: &EnginePlanes) -> std::result::Resu
     Ok(unsafe { PagedCache::new(&tensors, &spec, key.place, layers) }?)
 }
 
-/// A tensor's bytes lie in its own memory; for device tensors the driver is asked.
-pub(crate) fn tensor_in_memory(tensor: &Tensor, bytes: u64) -> std::result::Result<(), Fault> {
-    match tensor.place {
-        Place::Cuda(device) => with_context(tensor.place, || {
-            let end = tensor.addr.saturating_add(bytes);
-            let reached = driver::known_end(tensor.addr, end);
-            match driver::known(tensor.addr) {
+/// A tensor's bytes lie in memory of its place; for device tensors the driver is asked.
+fn tensor_in_memory(place: Place, addr: u64, bytes: u64) -> std::result::Result<(), Fault> {
+    match place {
+        Place::Cuda(device) => with_context(place, || {
+            let end = addr.saturating_add(bytes);
+            let reached = driver::known_end(addr, end);
+            match driver::known(addr) {
                 Some(known) if known.ordinal == Some(device) && reached >= end => Ok(()),
                 _ => Err(Fault::value(format!(
-                    "{bytes} bytes at {:#x} are not all memory of cuda:{device} ({} are)",
-                    tensor.addr,
-                    reached.saturating_sub(tensor.addr)
+                    "{bytes} bytes at {addr:#x} are not all memory of cuda:{device} ({} are)",
+                    reached.saturating_sub(addr)
                 ))),
             }
         }),
-        _ => mapped(tensor.addr, bytes),
+        _ => mapped(addr, bytes),
     }
 }

@@ -1,10 +1,10 @@
 //! `single_layer_kv_transfer`: one layer, the paged tensor itself.
 
-use maru_layout::{Axis, CacheSpec, Direction, EngineFormat, SlabLayout};
-use maru_transfer::{CacheTensor, PagedCache, Place, Stream, Tensors, TransferRequest};
+use maru_layout::{Axis, Direction, EngineFormat, SlabLayout};
+use maru_transfer::{Place, Stream, TransferRequest};
 use pyo3::prelude::*;
 
-use super::planes::tensor_in_memory;
+use super::planes::{LayerKey, registered_layer};
 use super::{direction, finish, format, one_per_token, writable};
 use crate::args;
 use crate::errors::{Fault, detached, guard};
@@ -60,19 +60,13 @@ pub(crate) fn single_layer_kv_transfer(
         let (Some(layout), Some(axes)) = (layout, axes(&paged, format, part.row)?) else { return Ok(()) };
         let dtype = paged.element.kv().map_err(|e| e.of("vllm_key_value_cache"))?;
         let desc = paged.desc(dtype).map_err(|e| Fault::from(e).of("vllm_key_value_cache"))?;
-        let bytes = desc.span_bytes();
-        tensor_in_memory(&paged, bytes).map_err(|e| e.of("vllm_key_value_cache"))?;
-        let spec = CacheSpec { axes: Some(axes), ..CacheSpec::default() };
-        let tensor = CacheTensor { addr: paged.addr, len: bytes, desc };
+        let key = LayerKey { addr: paged.addr, desc, axes, place };
         let stream = stream_of(py, place, slab.torch || paged.torch, None)?;
         let owner = slab.owner.clone_ref(py);
         let (addr, on_host, slab_bytes) = (slab.addr, slab.place == Place::Host, layout.bytes());
         let transfer = detached(py, move || {
-            // SAFETY: the tensor is kept alive until the transfer is over, and its bytes are memory of its place,
-            // as just checked.
-            let cache = unsafe { PagedCache::new(&Tensors::PerLayer(vec![tensor]), &spec, place, Some(1)) }?;
             let engine = process().engine(place)?;
-            let cache = engine.register(cache)?;
+            let cache = registered_layer(&key, &engine).map_err(|e| e.of("vllm_key_value_cache"))?;
             let memory = &process().memory;
             let slab = match place {
                 Place::Cuda(device) => {
