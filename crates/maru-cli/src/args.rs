@@ -26,13 +26,15 @@ struct Cli {
     command: Command,
 }
 
-/// What can be asked for. `bench`, `verify` and `doctor` have their place here.
+/// What can be asked for.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Main job: one process stores a prompt's KV cache in a pool, another one loads and checks every byte.
     P2p(P2pArgs),
     /// Explain what detection reads from a tensor's shape and strides.
     Layout(LayoutArgs),
+    /// Look at this machine: what will not work or be slow, and what to do about it.
+    Doctor(DoctorArgs),
     /// Look at configuration files.
     Config(ConfigArgs),
     /// One side of `p2p`, started by it; takes its orders from stdin.
@@ -155,6 +157,30 @@ pub(crate) struct LayoutArgs {
     /// Bytes from a 16-byte border to the tensor's first element; decides how wide accesses can be.
     #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub(crate) base_offset: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Nothing is changed. With a GPU, its primary context is opened for a moment (a few hundred MiB of \
+                        its memory) and 64 MiB of shared memory are registered and unregistered; --no-probe leaves \
+                        that out.\nExit status: 0 when it could look, whatever it found."
+)]
+pub(crate) struct DoctorArgs {
+    /// Look at the pools of this configuration too.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Only ask; open no GPU and register no memory.
+    #[arg(long)]
+    pub(crate) no_probe: bool,
+    /// What is normally /sys.
+    #[arg(long, value_name = "DIR", default_value = "/sys", hide = true)]
+    pub(crate) sys: PathBuf,
+    /// What is normally /dev.
+    #[arg(long, value_name = "DIR", default_value = "/dev", hide = true)]
+    pub(crate) dev: PathBuf,
+    /// What is normally /proc.
+    #[arg(long, value_name = "DIR", default_value = "/proc", hide = true)]
+    pub(crate) proc: PathBuf,
 }
 
 #[derive(Debug, Args)]

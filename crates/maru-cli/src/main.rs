@@ -1,4 +1,4 @@
-//! The `maru` command: the main job, the layout explainer and the configuration check.
+//! The `maru` command: the main job, the layout explainer, diagnosis and the configuration check.
 //!
 //! Each command is a function from its arguments to an [`output::Outcome`]; everything about text, JSON, colours
 //! and exit codes is decided in one place, here and in [`output`].
@@ -7,6 +7,8 @@
 
 mod args;
 mod config;
+mod device;
+mod doctor;
 mod error;
 mod layout;
 mod output;
@@ -34,6 +36,7 @@ fn run(command: Command, output: &Output) -> Result<Outcome, CliError> {
     match command {
         Command::P2p(args) => p2p::run(&args, output),
         Command::Layout(args) => layout::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Config(args) => config::run(&args),
         Command::P2pChild => Err(p2p::run_child()),
     }

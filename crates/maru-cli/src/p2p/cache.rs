@@ -8,8 +8,8 @@ use maru::transfer::{
     CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine, TransferError, TransferRequest,
 };
 
+use crate::device::DeviceMemory;
 use crate::error::CliError;
-use crate::p2p::device::DeviceMemory;
 use crate::p2p::shape::Shape;
 
 /// Where the bytes are.

@@ -8,7 +8,6 @@ mod cache;
 mod child;
 mod consumer;
 mod content;
-mod device;
 mod image;
 mod job;
 mod parent;
