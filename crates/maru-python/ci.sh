@@ -38,4 +38,13 @@ echo "wheel: $(basename "$wheel"), $bytes bytes"
 "$venv/bin/pip" install -q --force-reinstall --no-deps "$wheel"
 # Not from the checkout: its package folder has no compiled module, or an old one.
 cd "$target/python"
-"$venv/bin/python" -m pytest -q -p no:cacheprovider --rootdir "$here" -c "$here/pyproject.toml" "$here/tests" "$@"
+tests=("$venv/bin/python" -m pytest -q -p no:cacheprovider --rootdir "$here" -c "$here/pyproject.toml")
+"${tests[@]}" "$here/tests" "$@"
+
+# Once more with the simulated CUDA driver in the real one's place: device memory, streams, graphs.
+if command -v c++ >/dev/null 2>&1; then
+    cargo build --quiet --locked --manifest-path "$here/../maru-sim-driver/Cargo.toml" --example simulated
+    MARU_SIMULATED=1 "$target/debug/examples/simulated" "${tests[@]}" "$here/tests" "$@"
+else
+    echo "skipped: tests on the simulated driver need a C++ compiler"
+fi

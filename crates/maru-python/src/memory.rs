@@ -221,7 +221,29 @@ pub(crate) fn mapped(addr: u64, len: u64) -> Result<(), Fault> {
         .map(std::ptr::with_exposed_provenance_mut)
         .map_err(|_| not(&"not an address"))?;
     // SAFETY: with MS_ASYNC the kernel only walks its list of mappings; no byte is read or written.
-    unsafe { rustix::mm::msync(pointer, bytes, MsyncFlags::ASYNC) }.map_err(|e| not(&e))
+    unsafe { rustix::mm::msync(pointer, bytes, MsyncFlags::ASYNC) }.map_err(|e| not(&e))?;
+    match ends_readable(addr, end - 1) {
+        true => Ok(()),
+        // Address space of a device's memory looks like this.
+        false => Err(not(&"the process may not read it")),
+    }
+}
+
+/// Whether the first and the last byte can be read: mapped memory need not be accessible. True where the system
+/// does not say.
+fn ends_readable(first: u64, last: u64) -> bool {
+    let mut bytes = [0u8; 2];
+    let local = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: 2 };
+    let one = |addr: u64| libc::iovec {
+        iov_base: std::ptr::with_exposed_provenance_mut(usize::try_from(addr).unwrap_or(0)),
+        iov_len: 1,
+    };
+    let remote = [one(first), one(last)];
+    let own = libc::pid_t::try_from(std::process::id()).unwrap_or(0);
+    // SAFETY: the kernel copies two bytes into the local array, or says that it cannot.
+    let copied = unsafe { libc::process_vm_readv(own, &raw const local, 1, remote.as_ptr(), 2, 0) };
+    // One byte copied: the second one failed. Another error than EFAULT: the call is not allowed here.
+    copied == 2 || (copied < 0 && std::io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT))
 }
 
 /// Runs a body with the device's context current, or as it is for host memory.

@@ -27,8 +27,9 @@ def load():
 def required() -> Driver:
     driver, reason = load()
     if driver is None:
-        if os.environ.get("MARU_REQUIRE_GPU") == "1":
-            pytest.fail(f"MARU_REQUIRE_GPU=1, but {reason}", pytrace=False)
+        for demand in ("MARU_REQUIRE_GPU", "MARU_SIMULATED"):
+            if os.environ.get(demand) == "1":
+                pytest.fail(f"{demand}=1, but {reason}", pytrace=False)
         pytest.skip(reason, allow_module_level=True)
     return driver
 
