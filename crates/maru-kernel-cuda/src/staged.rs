@@ -180,42 +180,22 @@ impl Inner {
             ring.start.wait(internal)?;
         }
         let (mut loads, mut stores) = (false, false);
-        for pieces in jobs {
-            let slab = pieces.job().slab();
-            for (i, piece) in pieces.list().iter().enumerate() {
-                let index = ring.next;
-                ring.next = (index + 1) % ring.buffers.len();
-                let buffer = &ring.buffers[index];
-                let job = pieces.staged(piece, None, Some(buffer.addr));
-                let load = job.direction() == Direction::Scatter;
-                if load {
-                    loads = true;
-                    buffer.free.wait(copy_in)?;
-                    // SAFETY: the slab is the caller's promise; the piece fits the buffer.
-                    unsafe { copy(piece, slab, buffer.addr, true, copy_in) }?;
-                    buffer.full.record(copy_in)?;
-                    buffer.full.wait(kernel)?;
-                } else {
-                    stores = true;
-                    buffer.free.wait(kernel)?;
-                }
-                // SAFETY: the planes are the caller's promise; the buffer holds the piece.
-                let part = unsafe { self.kernel.launch(&job, planes, kernel, self.options) }?;
-                // All pieces of a job meet the same slots: the first report will do.
-                if i == 0 && part.reports() {
-                    launched.parts.push(part);
-                }
-                if load {
-                    buffer.free.record(kernel)?;
-                } else {
-                    buffer.full.record(kernel)?;
-                    buffer.full.wait(copy_out)?;
-                    // SAFETY: as above.
-                    unsafe { copy(piece, slab, buffer.addr, false, copy_out) }?;
-                    buffer.free.record(copy_out)?;
-                }
+        let mut group = Group::default();
+        let pieces = jobs.iter().flat_map(|pieces| pieces.list().iter().map(move |piece| (pieces, piece)));
+        for (pieces, piece) in pieces {
+            let direction = pieces.job().direction();
+            match direction {
+                Direction::Scatter => loads = true,
+                Direction::Gather => stores = true,
             }
+            if !group.takes(direction, piece, self.buffer_bytes) {
+                // SAFETY: the caller's promises, passed on.
+                unsafe { self.send(ring, &mut group, planes, launched) }?;
+            }
+            group.add(pieces, piece);
         }
+        // SAFETY: as above.
+        unsafe { self.send(ring, &mut group, planes, launched) }?;
         for (any, internal) in [(loads, kernel), (stores, copy_out)] {
             if any {
                 launched.parts.push(self.finished(internal, planes)?);
@@ -226,6 +206,57 @@ impl Inner {
         unsafe { launched.order_before(stream) }
     }
 
+    /// Moves a group through the next buffer.
+    ///
+    /// # Safety
+    /// As [`StagedMover::launch`]; the context is current.
+    unsafe fn send(
+        &self,
+        ring: &mut Ring,
+        group: &mut Group<'_>,
+        planes: &PlaneTable,
+        launched: &mut StagedLaunch,
+    ) -> Result<(), KernelError> {
+        let Streams { copy_in, copy_out, kernel, .. } = self.streams;
+        let Some((first, ..)) = group.members.first() else { return Ok(()) };
+        let load = first.job().direction() == Direction::Scatter;
+        let index = ring.next;
+        ring.next = (index + 1) % ring.buffers.len();
+        let buffer = &ring.buffers[index];
+        let copies = |into, stream| {
+            group.members.iter().try_for_each(|(pieces, piece, at)| {
+                // SAFETY: the slab is the caller's promise; `Group::takes` saw to it that the piece fits.
+                unsafe { copy(piece, pieces.job().slab(), buffer.addr + at, into, stream) }
+            })
+        };
+        let jobs = group
+            .members
+            .iter()
+            .map(|(pieces, piece, at)| pieces.staged(piece, None, Some(buffer.addr + at)));
+        let jobs: Vec<CopyJob> = jobs.collect();
+        if load {
+            buffer.free.wait(copy_in)?;
+            copies(true, copy_in)?;
+            buffer.full.record(copy_in)?;
+            buffer.full.wait(kernel)?;
+        } else {
+            buffer.free.wait(kernel)?;
+        }
+        // SAFETY: the planes are the caller's promise; the buffer holds the pieces.
+        let parts = unsafe { self.kernel.launch_many(&jobs, planes, kernel, self.options) }?;
+        launched.parts.extend(parts.into_iter().filter(Launched::reports));
+        if load {
+            buffer.free.record(kernel)?;
+        } else {
+            buffer.full.record(kernel)?;
+            buffer.full.wait(copy_out)?;
+            copies(false, copy_out)?;
+            buffer.free.record(copy_out)?;
+        }
+        group.members.clear();
+        Ok(())
+    }
+
     /// A completion of everything on a stream so far.
     fn finished(&self, stream: CUstream, planes: &PlaneTable) -> Result<Launched, KernelError> {
         let kernel = self.kernel.inner();
@@ -234,6 +265,32 @@ impl Inner {
         check("cuEventRecord", unsafe { sys::cuEventRecord(ticket.event, stream) })?;
         let state = State::Queued { ticket, reports: false };
         Ok(Launched::new(kernel, planes, state, 0))
+    }
+}
+
+/// Pieces that share a buffer: small slabs of one direction travel together, so that neither the copy engine nor
+/// the kernel waits between them.
+#[derive(Default)]
+struct Group<'a> {
+    /// Each with its offset in the buffer.
+    members: Vec<(&'a Pieces, &'a Piece, u64)>,
+}
+
+impl<'a> Group<'a> {
+    /// Where the next piece would begin: on a border that suits every access.
+    fn end(&self) -> u64 {
+        self.members
+            .last()
+            .map_or(0, |(_, piece, at)| (at + piece.pitch * piece.height).next_multiple_of(256))
+    }
+
+    fn takes(&self, direction: Direction, piece: &Piece, room: u64) -> bool {
+        let same = self.members.first().is_none_or(|(pieces, ..)| pieces.job().direction() == direction);
+        same && self.end() + piece.pitch * piece.height <= room
+    }
+
+    fn add(&mut self, pieces: &'a Pieces, piece: &'a Piece) {
+        self.members.push((pieces, piece, self.end()));
     }
 }
 
@@ -294,7 +351,7 @@ unsafe fn copy(
 /// cancels.
 #[derive(Debug)]
 pub struct StagedLaunch {
-    /// Launches that may report a bad slot, then the ends of the streams that worked.
+    /// Launches that report bad slots, then the ends of the streams that worked.
     parts: Vec<Launched>,
     _mover: StagedMover,
 }
