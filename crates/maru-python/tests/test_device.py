@@ -233,6 +233,25 @@ def test_objects_live_until_the_device_is_done():
     assert alive() is None
 
 
+@pytest.mark.parametrize("fmt,waits", ((1, False), (9, False), (6, True)))
+def test_block_ids_on_the_device_are_not_read_here_where_blocks_are_rows(fmt, waits):
+    cache = Cache(fmt, blocks=6, block_op=True)
+    there = OnDevice(cache)
+    shape = m.PageBufferShapeDesc(2, 3, 6, 4, 2, 6, 2)
+    slab = driver.pinned(cache.slab(8).shape)
+    ids = DeviceArray(driver, np.array([1, 6]))
+    call = lambda: m.multi_layer_block_kv_transfer(there.pointers, [slab.ctypes.data], ids, "cuda:0", D2H, shape, 8, fmt, 0)  # noqa: E731
+    if waits:
+        with pytest.raises(IndexError, match=r"block_ids\[1\] is 6"):
+            call()
+    else:
+        slab[...] = 0x1234
+        call()
+        with pytest.raises(IndexError, match="slot 6 of token 1"):
+            m.synchronize()
+        assert (slab[:, :, 4:] == 0x1234).all() and not (slab[:, :, :4] == 0x1234).any()
+
+
 def test_a_captured_call_is_replayed():
     cache = Cache(1)
     there = OnDevice(cache)

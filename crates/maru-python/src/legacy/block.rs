@@ -131,40 +131,50 @@ pub(crate) fn multi_layer_block_kv_transfer(
         if slabs.is_empty() || blocks.len() == skip {
             return Ok(());
         }
-        let blocks = blocks.values(py, "block_ids", place, stream)?;
-        let slots = slots(&blocks, geometry.num_blocks, geometry.block_size)?;
+        let (list, geometry) = match (blocks, rows_of_blocks(format, &geometry)) {
+            (blocks @ Words::Device(_), Some(rows)) => {
+                let (slots, owner) = blocks.slots("block_ids", place)?;
+                (List::Device(slots, owner), rows)
+            }
+            (blocks, _) => {
+                let blocks = blocks.values(py, "block_ids", place, stream)?;
+                (List::Host(slots(&blocks, geometry.num_blocks, geometry.block_size)?), geometry)
+            }
+        };
+        // Slots of a slab, and slots to a block.
+        let (per_slab, per_block) = match &list {
+            List::Host(_) => (chunk, work.block_size),
+            List::Device(..) => (work.per_slab, 1),
+        };
         let key = Key { format, block_op: true, geometry, place, pointers };
+        let (list, owner) = list.split();
         let transfer = detached(py, move || {
             let engine = process().engine(place)?;
             let cache = registered(&key, &engine)?;
-            let bytes = cache.paged().slab_layout(chunk)?.bytes();
+            let bytes = cache.paged().slab_layout(per_slab)?.bytes();
             // SAFETY: the caller's current stream of the device, or its default stream.
             let stream = unsafe { Stream::cuda(stream) };
-            let per_slab = usize::try_from(chunk)
-                .map_err(|_| Fault::overflow("lmcache_chunk_size does not fit an address"))?;
             let mut requests = Vec::with_capacity(slabs.len());
-            for (i, (addr, slots)) in slabs.iter().zip(slots.chunks(per_slab)).enumerate() {
-                let skip = work.skipped_tokens(i as u64);
-                if skip == chunk {
+            for (i, addr) in (0u64..).zip(&slabs) {
+                let skip = work.skipped_blocks(i) * per_block;
+                if skip == per_slab {
                     continue;
                 }
                 let slab = slab(addr.cast_unsigned(), bytes, place)
                     .map_err(|e| e.of(format!("lmcache_objects_ptrs[{i}]")))?;
-                let slots = SlotMapping::from_slots(slots);
+                let slots = part(&list, i * per_slab, per_slab)?;
                 let request = match direction {
                     Direction::Gather => TransferRequest::gather(&cache, slots, &slab),
                     Direction::Scatter => TransferRequest::scatter(&cache, slots, &slab),
                 };
-                requests.push(request.slab_tokens(chunk).skip_tokens(skip).on(stream));
+                requests.push(request.slab_tokens(per_slab).skip_tokens(skip).on(stream));
             }
             Ok(engine.submit_many(&requests)?)
         })?;
+        let mut keep = vec![paged_buffer_ptrs_tensor.clone().unbind(), lmcache_objects_ptrs.clone().unbind()];
+        keep.extend(owner);
         // Slabs are given as addresses; keeping them alive is the caller's part, as it was upstream.
-        finish(
-            py,
-            transfer,
-            vec![paged_buffer_ptrs_tensor.clone().unbind(), lmcache_objects_ptrs.clone().unbind()],
-        );
+        finish(py, transfer, keep);
         Ok(())
     })
 }
@@ -175,6 +185,60 @@ fn slab(addr: u64, bytes: u64, place: Place) -> std::result::Result<maru_cxl::Sl
         Place::Cuda(device) => with_context(place, || memory.device_slab(addr, bytes, device, true)),
         _ => memory.host_slab(addr, bytes, None),
     }
+}
+
+/// Slots of all slabs: of tokens, checked, or of whole blocks where the list is on the device.
+enum List {
+    Host(Vec<i64>),
+    Device(SlotMapping, Option<Py<PyAny>>),
+}
+
+impl List {
+    fn split(self) -> (SlotMapping, Option<Py<PyAny>>) {
+        match self {
+            List::Host(slots) => (SlotMapping::from_slots(slots), None),
+            List::Device(slots, owner) => (slots, owner),
+        }
+    }
+}
+
+/// `len` slots from `first` on.
+fn part(list: &SlotMapping, first: u64, len: u64) -> std::result::Result<SlotMapping, Fault> {
+    let beyond = || Fault::overflow("block_ids does not fit an address");
+    match list {
+        SlotMapping::Host(slots) => {
+            let first = usize::try_from(first).map_err(|_| beyond())?;
+            let end = usize::try_from(len).ok().and_then(|n| first.checked_add(n)).ok_or_else(beyond)?;
+            slots.get(first..end).map(SlotMapping::from_slots).ok_or_else(beyond)
+        }
+        SlotMapping::Device { addr, .. } => {
+            let addr = first.checked_mul(8).and_then(|n| addr.checked_add(n)).ok_or_else(beyond)?;
+            Ok(SlotMapping::Device { addr, len })
+        }
+        _ => Err(beyond()),
+    }
+}
+
+/// A cache whose blocks are rows: where a block's tokens and heads lie as they do in the slab, a block is one
+/// wide token, and a list of block ids on the device is a list of slots that need not be read here.
+fn rows_of_blocks(format: EngineFormat, g: &EngineGeometry) -> Option<EngineGeometry> {
+    let order = format.order(EngineOp::Block);
+    let at = |axis| order.iter().position(|a| *a == axis);
+    let heads_first = matches!((at(Axis::Head), at(Axis::Token)), (Some(h), Some(t)) if h < t);
+    if heads_first {
+        return None;
+    }
+    let wide = |width: u64| g.block_size.checked_mul(g.num_heads)?.checked_mul(width);
+    Some(EngineGeometry {
+        block_size: 1,
+        num_heads: 1,
+        head_size: wide(g.head_size)?,
+        content_width: match g.content_width {
+            None => None,
+            Some(width) => Some(wide(width)?),
+        },
+        ..g.clone()
+    })
 }
 
 /// Which blocks belong to which slab.
@@ -215,9 +279,9 @@ impl Work {
         Ok(Work { per_slab, block_size, skip })
     }
 
-    /// Tokens of slab `i` that the skipped blocks make.
-    fn skipped_tokens(&self, i: u64) -> u64 {
-        self.skip.saturating_sub(i * self.per_slab).min(self.per_slab) * self.block_size
+    /// Skipped blocks of slab `i`.
+    fn skipped_blocks(&self, i: u64) -> u64 {
+        self.skip.saturating_sub(i * self.per_slab).min(self.per_slab)
     }
 }
 
