@@ -14,7 +14,7 @@ use crate::{Completion, PagedCache, Pending, Place, Stream, TransferError};
 
 /// Bytes of a batch from which `strategy = "auto"` stages. Below, one launch is over before the copy engine
 /// and a second launch would be; see docs/performance.md.
-const STAGE_FROM: u64 = 8 << 20;
+const STAGE_FROM: u64 = 16 << 20;
 
 /// The CUDA kernel of `maru-kernel-cuda`, loaded on one device.
 #[derive(Debug)]
@@ -32,27 +32,22 @@ impl NativeBackend {
     ///
     /// # Errors
     /// [`TransferError::NotAvailable`] with the reason when the kernel cannot run there, or when the staged
-    /// strategy was asked for by name and has no ring.
+    /// strategy was asked for by name and has no ring. [`TransferError::Kernel`] of the kind `context_lost` when
+    /// the device's context is lost: no mover can work there then.
     pub fn open(device: u32, config: &TransferConfig) -> Result<Self, TransferError> {
-        let what = || format!("the native kernel on cuda:{device}");
         let load = || PagedCopyKernel::load(open_context(usize::try_from(device).unwrap_or(usize::MAX))?);
-        let kernel = load().map_err(|e| TransferError::not_available(what(), e.to_string()))?;
+        let kernel = load().map_err(|e| unless_lost(e, format!("the native kernel on cuda:{device}")))?;
         let ring = StagedOptions::with_ring_bytes(config.staging_bytes);
         let (staged, stage_from) = match config.strategy {
             StrategyChoice::Direct => (None, u64::MAX),
             _ if config.staging_bytes == 0 => (None, u64::MAX),
             StrategyChoice::Staged => {
-                let mover = StagedMover::new(&kernel, ring);
-                let refused = |e: KernelError| {
-                    TransferError::not_available(
-                        format!("a ring of {} bytes", config.staging_bytes),
-                        e.to_string(),
-                    )
-                };
-                (Some(mover.map_err(refused)?), 0)
+                let what = format!("a ring of {} bytes", config.staging_bytes);
+                (Some(StagedMover::new(&kernel, ring).map_err(|e| unless_lost(e, what))?), 0)
             }
             _ => match StagedMover::new(&kernel, ring) {
                 Ok(mover) => (Some(mover), STAGE_FROM),
+                Err(e) if e.kind() == "context_lost" => return Err(e.into()),
                 Err(e) => {
                     tracing::warn!(bytes = config.staging_bytes, error = %e, "no ring; transfers go directly");
                     (None, u64::MAX)
@@ -77,6 +72,14 @@ impl NativeBackend {
     /// The loaded kernel.
     pub fn kernel(&self) -> &PagedCopyKernel {
         &self.kernel
+    }
+}
+
+/// What cannot be had here is not available; a lost context is nothing to go round.
+fn unless_lost(error: KernelError, what: String) -> TransferError {
+    match error.kind() {
+        "context_lost" => error.into(),
+        _ => TransferError::not_available(what, error.to_string()),
     }
 }
 
