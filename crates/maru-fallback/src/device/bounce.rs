@@ -194,7 +194,7 @@ impl Inner {
         let ends = (job.direction(), Side::Registered);
         // What the host put into a part stays there until the copy is over.
         let batched = !streams::is_legacy_default(stream);
-        let mut queue = Queue::new(self.abilities(), stream, ends, batched, true);
+        let mut queue = Queue::new(self.abilities(ends.1), stream, ends, batched, true);
         let image = image(job, window, part);
         let work = Work::new(job, image, &window.tokens.runs, window.first_layer, window.layers);
         let plan = Plan::new(work, queue.limits());
@@ -248,7 +248,7 @@ impl Inner {
         stream: CUstream,
     ) -> Result<State, FallbackError> {
         let ends = (job.direction(), Side::Pageable);
-        let mut queue = Queue::new(self.abilities(), stream, ends, false, false);
+        let mut queue = Queue::new(self.abilities(ends.1), stream, ends, false, false);
         let layers = u64::from(job.layer_count());
         let plan = Plan::new(Work::new(job, Packed::of(job, host), runs, 0, layers), queue.limits());
         let mut done = 0;

@@ -1,17 +1,18 @@
 //! The device mover: copies by the driver, layer by layer, no kernel of ours.
 //!
 //! The way of a job through the files: `slots` makes sure that the tokens are known here, `plan` turns them
-//! into copy commands (pure arithmetic), `queue` puts commands on a stream, `bounce` stands between the device
-//! and a slab that the driver does not know, `completion` says when it is over.
+//! into copy commands (pure arithmetic), `abilities` knows what the driver has for them, `queue` puts them on a
+//! stream, `bounce` stands between the device and a slab that the driver does not know, `completion` says when
+//! it is over.
 #![allow(unsafe_code)]
 
+mod abilities;
 mod bounce;
 mod completion;
 mod plan;
 mod queue;
 mod slots;
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::CudaContext;
@@ -22,10 +23,11 @@ use maru_layout::{CopyJob, JobSlots, Run};
 pub use completion::DeviceCopy;
 
 use crate::FallbackError;
+use abilities::{Abilities, Memory};
 use bounce::Bounce;
 use completion::State;
 use plan::{Packed, Plan, Work};
-use queue::{Abilities, Queue, Side};
+use queue::{Queue, Side};
 
 /// Driver functions that are called here, or by cudarc's context. One that is missing would panic when it is
 /// called, so all are looked up before.
@@ -119,8 +121,8 @@ struct Inner {
     /// Stands in for the legacy default stream, which takes no batches.
     side: SideStream,
     abilities: Abilities,
-    /// Cleared when the driver refuses a copy of rows.
-    rows_anywhere: AtomicBool,
+    /// What the driver has refused between host and device, and inside the device.
+    refused: [Memory; 2],
     options: DeviceOptions,
     health: Health,
     context: Context,
@@ -142,6 +144,7 @@ impl DeviceMover {
         tracing::debug!(
             device = context.get().ordinal(),
             batch = abilities.batch.map(|b| b.name()),
+            slices = abilities.slices.is_some(),
             "device fallback opened"
         );
         let tickets = Tickets::new(context.get(), EVENTS);
@@ -150,7 +153,7 @@ impl DeviceMover {
             tickets,
             side,
             abilities,
-            rows_anywhere: AtomicBool::new(true),
+            refused: Default::default(),
             options,
             health: Health::new(),
             context,
@@ -211,17 +214,18 @@ impl DeviceMover {
 }
 
 impl Inner {
-    /// What the driver can do, as far as is known by now.
-    fn abilities(&self) -> Abilities {
-        Abilities { rows_anywhere: self.rows_anywhere.load(Ordering::Relaxed), ..self.abilities }
+    /// What the driver can do with slabs there, as far as is known by now.
+    fn abilities(&self, side: Side) -> Abilities {
+        self.abilities.but(self.memory(side).refused())
     }
 
     /// Remembers what a queue has learned, so that the next plan does without.
     fn learn(&self, queue: &Queue) {
-        if queue.refused_rows() && self.rows_anywhere.swap(false, Ordering::Relaxed) {
-            let device = self.context.get().ordinal();
-            tracing::warn!(device, "the driver refused a copy of rows; layers are no longer moved together");
-        }
+        self.memory(queue.side()).learn(queue.refused(), self.context.get().ordinal());
+    }
+
+    fn memory(&self, side: Side) -> &Memory {
+        &self.refused[usize::from(side == Side::Device)]
     }
 
     /// # Safety
@@ -291,7 +295,7 @@ impl Inner {
         let fork = streams::is_legacy_default(stream) && self.abilities.batch.is_some();
         let lane = if fork { self.side.0 } else { stream };
         let (ends, stable) = ((job.direction(), side), self.options.stable_slabs);
-        let mut queue = Queue::new(self.abilities(), lane, ends, !capturing, stable);
+        let mut queue = Queue::new(self.abilities(side), lane, ends, !capturing, stable);
         let layers = u64::from(job.layer_count());
         let plan = Plan::new(Work::new(job, Packed::of(job, addr), runs, 0, layers), queue.limits());
         if capturing {

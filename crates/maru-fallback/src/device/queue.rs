@@ -1,13 +1,11 @@
 //! Copy commands as driver calls on one stream.
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
-
-use cudarc::driver::CudaContext;
-use cudarc::driver::sys::{self, CUdevice_attribute, CUdeviceptr, CUmemorytype, CUresult, CUstream};
-use maru_driver::{DriverError, check, symbol};
+use cudarc::driver::sys::{self, CUdeviceptr, CUmemorytype, CUresult, CUstream};
+use maru_driver::{DriverError, check};
 use maru_layout::Direction;
 
+use super::abilities::{Abilities, Batch, Refused, Slices};
 use super::plan::Command;
 use super::plan::cost::Limits;
 
@@ -18,83 +16,11 @@ const MOST_ENTRIES: usize = 32 << 10;
 /// the copy engine does not wait for the rest of the job.
 const ENOUGH_ENTRIES: usize = 128;
 
-/// INVALID_VALUE: what the driver says of a copy that it does not do, before it queues anything.
-const REFUSED: u32 = 1;
+/// Bytes from which it is: what they take hides the call behind them.
+const ENOUGH_BYTES: u64 = 4 << 20;
 
-/// CUDA 12.8: with a place for the index of the entry that failed.
-type BatchOf12 = unsafe extern "C" fn(
-    *mut CUdeviceptr,
-    *mut CUdeviceptr,
-    *mut usize,
-    usize,
-    *mut sys::CUmemcpyAttributes,
-    *mut usize,
-    usize,
-    *mut usize,
-    CUstream,
-) -> CUresult;
-
-/// CUDA 13.0.
-type BatchOf13 = unsafe extern "C" fn(
-    *mut CUdeviceptr,
-    *mut CUdeviceptr,
-    *mut usize,
-    usize,
-    *mut sys::CUmemcpyAttributes,
-    *mut usize,
-    usize,
-    CUstream,
-) -> CUresult;
-
-/// The batched copy of this driver, whichever generation it has.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Batch {
-    Of12(BatchOf12),
-    Of13(BatchOf13),
-}
-
-impl Batch {
-    /// Looks for both, the newer first. Neither is an error: drivers before 12.8 have none.
-    pub(super) fn look_up() -> Option<Batch> {
-        // SAFETY: the type is that of the function in the headers of CUDA 13.
-        if let Some(found) = unsafe { symbol::<BatchOf13>("cuMemcpyBatchAsync_v2") } {
-            return Some(Batch::Of13(found));
-        }
-        // SAFETY: the type is that of the function in the headers of CUDA 12.8.
-        unsafe { symbol::<BatchOf12>("cuMemcpyBatchAsync") }.map(Batch::Of12)
-    }
-
-    /// Which one it is, for the log.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Batch::Of12(_) => "cuMemcpyBatchAsync",
-            Batch::Of13(_) => "cuMemcpyBatchAsync_v2",
-        }
-    }
-}
-
-/// What the driver of a context can do.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Abilities {
-    pub(super) batch: Option<Batch>,
-    pub(super) max_pitch: u64,
-    /// Rows of a copy may lie in several allocations.
-    pub(super) rows_anywhere: bool,
-}
-
-impl Abilities {
-    pub(super) fn of(context: &Arc<CudaContext>, batched: bool) -> Result<Self, DriverError> {
-        let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_PITCH;
-        let mut pitch = 0;
-        // SAFETY: the out pointer is valid; the device is the context's.
-        let result = unsafe { sys::cuDeviceGetAttribute(&raw mut pitch, attribute, context.cu_device()) };
-        check("cuDeviceGetAttribute", result)?;
-        // A driver that does not say is taken at the value that all have had so far.
-        let max_pitch = u64::try_from(pitch).ok().filter(|p| *p > 0).unwrap_or(i32::MAX as u64);
-        let batch = batched.then(Batch::look_up).flatten();
-        Ok(Abilities { batch, max_pitch, rows_anywhere: true })
-    }
-}
+/// INVALID_VALUE, NOT_SUPPORTED: what the driver says of a copy that it does not do, before it queues anything.
+const REFUSED: [u32; 2] = [1, 801];
 
 /// What the slab side of a job is to the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,6 +36,7 @@ pub(super) enum Side {
 /// Puts commands on a stream, one-dimensional ones in batches where that is faster.
 pub(super) struct Queue {
     batch: Option<Batch>,
+    slices: Option<Slices>,
     limits: Limits,
     stream: CUstream,
     direction: Direction,
@@ -118,7 +45,9 @@ pub(super) struct Queue {
     to: Vec<CUdeviceptr>,
     from: Vec<CUdeviceptr>,
     bytes: Vec<usize>,
-    refused_rows: bool,
+    /// Sum of `bytes`.
+    kept: u64,
+    refused: Refused,
 }
 
 impl Queue {
@@ -137,12 +66,17 @@ impl Queue {
             // Live pages, and slabs of which nothing is known: what is queued before may still write them.
             _ => sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
         };
+        // Memory the driver knows nothing of is left to the simplest copies.
+        let slices = abilities.slices.filter(|_| side != Side::Pageable);
         Queue {
             batch,
+            slices,
             limits: Limits {
                 max_pitch: abilities.max_pitch,
                 batch: batch.is_some(),
+                slices: slices.is_some(),
                 layers_together: abilities.rows_anywhere,
+                inside: side == Side::Device,
             },
             stream,
             direction,
@@ -151,7 +85,8 @@ impl Queue {
             to: Vec::new(),
             from: Vec::new(),
             bytes: Vec::new(),
-            refused_rows: false,
+            kept: 0,
+            refused: Refused::default(),
         }
     }
 
@@ -167,6 +102,31 @@ impl Queue {
     /// for that, until the copy is over, and nobody interferes but ordered by the stream. The context is
     /// current and the stream one of its own.
     pub(super) unsafe fn push(&mut self, c: Command) -> Result<(), DriverError> {
+        if c.slices == 1 {
+            // SAFETY: as for this function.
+            return unsafe { self.push_rows(c) };
+        }
+        if let Some(call) = self.slices {
+            // SAFETY: as for this function.
+            match unsafe { self.slices(call, &c) } {
+                // The driver may refuse slices in several allocations, for instance. Then nothing was queued,
+                // and they go one by one, as do all that follow.
+                Err(error) if REFUSED.contains(&error.code) => {
+                    self.slices = None;
+                    self.refused.slices = true;
+                }
+                result => return result,
+            }
+        }
+        // SAFETY: slices of the command.
+        c.each_slice().try_for_each(|slice| unsafe { self.push_rows(slice) })
+    }
+
+    /// Takes a command of one slice.
+    ///
+    /// # Safety
+    /// As [`Queue::push`].
+    unsafe fn push_rows(&mut self, c: Command) -> Result<(), DriverError> {
         if c.rows == 1 {
             // SAFETY: as for this function.
             return unsafe { self.push_row(c.paged, c.slab, c.width) };
@@ -175,13 +135,10 @@ impl Queue {
         match unsafe { self.rows(&c) } {
             // The driver may refuse rows in several allocations, and, inside device memory, pitches that it did
             // not choose. Then nothing was queued, and the rows go one by one.
-            Err(error) if error.code == REFUSED => {
-                self.refused_rows = true;
-                (0..c.rows).try_for_each(|row| {
-                    let (paged, slab) = (c.paged + row * c.paged_pitch, c.slab + row * c.slab_pitch);
-                    // SAFETY: a row of the command.
-                    unsafe { self.push_row(paged, slab, c.width) }
-                })
+            Err(error) if REFUSED.contains(&error.code) => {
+                self.refused.rows = true;
+                // SAFETY: rows of the command.
+                c.each_row().try_for_each(|row| unsafe { self.push_row(row.paged, row.slab, row.width) })
             }
             result => result,
         }
@@ -200,6 +157,7 @@ impl Queue {
         self.to.push(to);
         self.from.push(from);
         self.bytes.push(size(width));
+        self.kept = self.kept.saturating_add(width);
         match self.to.len() < MOST_ENTRIES {
             true => Ok(()),
             // SAFETY: as for this function, for every command taken so far.
@@ -207,14 +165,19 @@ impl Queue {
         }
     }
 
-    /// Whether the driver refused a two-dimensional copy.
-    pub(super) fn refused_rows(&self) -> bool {
-        self.refused_rows
+    /// What the driver refused.
+    pub(super) fn refused(&self) -> Refused {
+        self.refused
+    }
+
+    /// What the slab is.
+    pub(super) fn side(&self) -> Side {
+        self.side
     }
 
     /// Whether what is kept back is worth a call by now.
     pub(super) fn is_worth_flushing(&self) -> bool {
-        self.to.len() >= ENOUGH_ENTRIES
+        self.to.len() >= ENOUGH_ENTRIES || self.kept >= ENOUGH_BYTES
     }
 
     /// Whether nothing is kept back.
@@ -240,6 +203,7 @@ impl Queue {
         self.to.clear();
         self.from.clear();
         self.bytes.clear();
+        self.kept = 0;
         result
     }
 
@@ -299,15 +263,7 @@ impl Queue {
     unsafe fn rows(&self, c: &Command) -> Result<(), DriverError> {
         let (to, from) = self.ends(c.paged, c.slab);
         let (to_pitch, from_pitch) = self.ends(c.paged_pitch, c.slab_pitch);
-        let slab_type = match self.side {
-            Side::Pageable => CUmemorytype::CU_MEMORYTYPE_HOST,
-            _ => CUmemorytype::CU_MEMORYTYPE_UNIFIED,
-        };
-        let paged_type = CUmemorytype::CU_MEMORYTYPE_UNIFIED;
-        let (to_type, from_type) = match self.direction {
-            Direction::Gather => (slab_type, paged_type),
-            Direction::Scatter => (paged_type, slab_type),
-        };
+        let (to_type, from_type) = self.kinds();
         let copy = sys::CUDA_MEMCPY2D {
             srcXInBytes: 0,
             srcY: 0,
@@ -328,6 +284,60 @@ impl Queue {
         };
         // SAFETY: the description outlives the call; the memory is the caller's promise.
         check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, self.stream) })
+    }
+
+    /// A three-dimensional copy.
+    ///
+    /// # Safety
+    /// As [`Queue::push`].
+    unsafe fn slices(&self, call: Slices, c: &Command) -> Result<(), DriverError> {
+        let (to, from) = self.ends(c.paged, c.slab);
+        let (to_pitch, from_pitch) = self.ends(c.paged_pitch, c.slab_pitch);
+        let (to_height, from_height) = self.ends(c.paged_height, c.slab_height);
+        let (to_type, from_type) = self.kinds();
+        let copy = sys::CUDA_MEMCPY3D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcZ: 0,
+            srcLOD: 0,
+            srcMemoryType: from_type,
+            srcHost: std::ptr::null(),
+            srcDevice: from,
+            srcArray: std::ptr::null_mut(),
+            reserved0: std::ptr::null_mut(),
+            srcPitch: size(from_pitch),
+            srcHeight: size(from_height),
+            dstXInBytes: 0,
+            dstY: 0,
+            dstZ: 0,
+            dstLOD: 0,
+            dstMemoryType: to_type,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: to,
+            dstArray: std::ptr::null_mut(),
+            reserved1: std::ptr::null_mut(),
+            dstPitch: size(to_pitch),
+            dstHeight: size(to_height),
+            WidthInBytes: size(c.width),
+            Height: size(c.rows),
+            Depth: size(c.slices),
+        };
+        // SAFETY: the description outlives the call; the memory is the caller's promise. No side is pageable,
+        // for which there are no such calls, so the addresses are the device's.
+        check("cuMemcpy3DAsync", unsafe { call(&raw const copy, self.stream) })
+    }
+
+    /// Kinds of memory: (destination, source).
+    fn kinds(&self) -> (CUmemorytype, CUmemorytype) {
+        let slab_type = match self.side {
+            Side::Pageable => CUmemorytype::CU_MEMORYTYPE_HOST,
+            _ => CUmemorytype::CU_MEMORYTYPE_UNIFIED,
+        };
+        let paged_type = CUmemorytype::CU_MEMORYTYPE_UNIFIED;
+        match self.direction {
+            Direction::Gather => (slab_type, paged_type),
+            Direction::Scatter => (paged_type, slab_type),
+        }
     }
 
     /// (destination, source) of a (cache, slab) pair.

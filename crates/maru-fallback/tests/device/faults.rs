@@ -15,11 +15,14 @@ use crate::trials::{Outcome, bytes_of};
 
 type Body = fn(&Session, &Arc<CudaContext>) -> Outcome;
 
-pub(crate) const TRIALS: [(&str, Body); 10] = [
+pub(crate) const TRIALS: [(&str, Body); 13] = [
     ("fault/any_call", any_call),
     ("fault/opening", opening),
     ("fault/layers_done", layers_done),
+    ("fault/layers_done_of_slices", layers_done_of_slices),
     ("fault/rows_refused", rows_refused),
+    ("fault/slices_refused", slices_refused),
+    ("fault/no_slices_function", no_slices),
     ("fault/no_batch_function", no_batch),
     ("fault/pinned_memory_refused", pinned_refused),
     ("fault/event_query", event_query),
@@ -36,9 +39,15 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// Layouts whose commands differ: runs that are batched, rows, and (one layer of one plane) runs one by one.
-const LAYOUTS: [(&str, u64, bool); 3] =
-    [("blocks_first_nhd", 3, true), ("fused_lbnhc", 3, true), ("mla", 1, false)];
+/// Layouts whose commands differ: layers as rows, layers as slices, rows of one layer, runs that are batched,
+/// and (one layer of one plane) runs one by one.
+const LAYOUTS: [(&str, u64, bool); 5] = [
+    ("blocks_first_nhd", 3, true),
+    ("fused_lbnhc", 3, true),
+    ("fused_lbnhc", 1, true),
+    ("kv_first_nhd", 1, true),
+    ("mla", 1, false),
+];
 
 /// Every call of every function on the way of a transfer fails once.
 fn any_call(session: &Session, context: &Arc<CudaContext>) -> Outcome {
@@ -53,6 +62,7 @@ fn any_call(session: &Session, context: &Arc<CudaContext>) -> Outcome {
         "cuMemHostGetDevicePointer",
         "cuMemcpyAsync",
         "cuMemcpy2DAsync",
+        "cuMemcpy3DAsync",
         "cuMemcpyBatchAsync",
         "cuMemcpyDtoHAsync",
         "cuStreamSynchronize",
@@ -139,9 +149,10 @@ fn opening(session: &Session, context: &Arc<CudaContext>) -> Outcome {
 /// Which layers were moved when the n-th copy failed.
 fn layers_done(session: &Session, context: &Arc<CudaContext>) -> Outcome {
     let (stream, mut rng) = (Stream::new(), Rng::new(2));
-    // Plain copies of rows, one layer after the other: a 2-D copy per half block, K and V.
+    // Plain copies of rows, one layer after the other: a 2-D copy per half block, K and V. Rows are 20 bytes
+    // apart, of which the distance of the layers is no multiple.
     let mover = mover(context, options());
-    let dims = Dims { layers: 3, heads: 8, ..DIMS };
+    let dims = Dims { layers: 3, heads: 8, head_size: 5, ..DIMS };
     let mut seen = std::collections::BTreeSet::new();
     for nth in 1.. {
         let mut rig = Rig::of(order("fused_lbnhc"), dims, Direction::Scatter, SlabIn::Registered, &mut rng);
@@ -170,6 +181,73 @@ fn layers_done(session: &Session, context: &Arc<CudaContext>) -> Outcome {
     Ok(())
 }
 
+/// Layers that are moved together are over together.
+fn layers_done_of_slices(session: &Session, context: &Arc<CudaContext>) -> Outcome {
+    let (stream, mut rng, mover) = (Stream::new(), Rng::new(16), mover(context, options()));
+    for nth in 1.. {
+        let mut rig = Rig::small(order("fused_lbnhc"), Direction::Scatter, SlabIn::Registered, &mut rng);
+        session.fail("cuMemcpy3DAsync", nth, 999);
+        let result = rig.start(&mover, stream.0);
+        let hit = session.faults_left() == 0;
+        session.clear_faults();
+        match result {
+            Err(FallbackError::CopyFailed { layers_done: 0, layers: 3, .. }) if hit => {}
+            Ok(copy) if !hit => {
+                copy.wait().map_err(text)?;
+                assert!(nth > 3, "too few copies failed");
+                return rig.check();
+            }
+            other => return Err(format!("{nth}: {other:?}")),
+        }
+    }
+    Ok(())
+}
+
+/// A driver that refuses copies of slices gets them slice by slice, and is not asked for long.
+fn slices_refused(session: &Session, context: &Arc<CudaContext>) -> Outcome {
+    let (stream, mut rng) = (Stream::new(), Rng::new(18));
+    let calls = |function: &str| session.calls(function);
+    for place in SLABS {
+        for direction in DIRECTIONS {
+            for code in [1, 801] {
+                for rows_too in [false, true] {
+                    let mover = mover(context, options());
+                    let slices = calls("cuMemcpy3DAsync");
+                    let rows = calls("cuMemcpy2DAsync");
+                    session.fail_from("cuMemcpy3DAsync", 1, code);
+                    if rows_too {
+                        session.fail_from("cuMemcpy2DAsync", 1, code);
+                    }
+                    for name in ["fused_lbnhc", "blocks_first_hnd", "fused_lbnhc"] {
+                        Rig::small(order(name), direction, place, &mut rng).run(&mover, stream.0)?;
+                    }
+                    session.clear_faults();
+                    assert_eq!(calls("cuMemcpy3DAsync"), slices + 1, "{place:?}: asked once");
+                    assert!(calls("cuMemcpy2DAsync") > rows + 1, "{place:?}");
+                }
+            }
+        }
+    }
+    // What is refused inside the device is not given up between host and device.
+    let mover = mover(context, options());
+    let mut run =
+        |place| Rig::small(order("fused_lbnhc"), DIRECTIONS[0], place, &mut rng).run(&mover, stream.0);
+    session.fail_from("cuMemcpy3DAsync", 1, 1);
+    run(SlabIn::Device)?;
+    session.clear_faults();
+    let slices = calls("cuMemcpy3DAsync");
+    run(SlabIn::Device)?;
+    assert_eq!(calls("cuMemcpy3DAsync"), slices);
+    run(SlabIn::Registered)?;
+    assert!(calls("cuMemcpy3DAsync") > slices);
+    Ok(())
+}
+
+/// In a process whose driver lacks copies of slices.
+fn no_slices(_: &Session, _: &Arc<CudaContext>) -> Outcome {
+    without("cuMemcpy3DAsync_v2", &["layout/fused_lbnhc/registered", "layout/blocks_first_hnd/device"])
+}
+
 /// A driver that refuses copies of rows gets the rows one by one.
 fn rows_refused(session: &Session, context: &Arc<CudaContext>) -> Outcome {
     let (stream, mut rng) = (Stream::new(), Rng::new(14));
@@ -190,22 +268,27 @@ fn rows_refused(session: &Session, context: &Arc<CudaContext>) -> Outcome {
 
 /// In a process whose driver lacks the batched copy, or has the older one only.
 fn no_batch(_: &Session, _: &Arc<CudaContext>) -> Outcome {
+    let trials = ["layout/blocks_first_nhd/registered", "streams/default_ones"];
+    without("cuMemcpyBatchAsync_v2", &trials)?;
+    without("cuMemcpyBatchAsync+cuMemcpyBatchAsync_v2", &trials)
+}
+
+/// Runs trials in a process whose driver lacks these functions.
+fn without(missing: &str, trials: &[&str]) -> Outcome {
     const VARIABLE: &str = maru_sim_driver::VARIABLE;
     if std::env::var_os(VARIABLE).is_some() {
         return Ok(());
     }
     let program = std::env::current_exe().map_err(text)?;
-    for missing in ["cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync+cuMemcpyBatchAsync_v2"] {
-        for trial in ["layout/blocks_first_nhd/registered", "streams/default_ones"] {
-            let output = std::process::Command::new(&program)
-                .args(["--exact", trial])
-                .env(VARIABLE, format!("missing={missing}"))
-                .output()
-                .map_err(text)?;
-            let said = String::from_utf8_lossy(&output.stdout);
-            if !output.status.success() || !said.contains("1 passed") {
-                return Err(format!("without {missing}: {said}{}", String::from_utf8_lossy(&output.stderr)));
-            }
+    for trial in trials {
+        let output = std::process::Command::new(&program)
+            .args(["--exact", trial])
+            .env(VARIABLE, format!("missing={missing}"))
+            .output()
+            .map_err(text)?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        if !output.status.success() || !said.contains("1 passed") {
+            return Err(format!("without {missing}: {said}{}", String::from_utf8_lossy(&output.stderr)));
         }
     }
     Ok(())
@@ -275,7 +358,7 @@ fn lost_by_the_work(session: &Session, context: &Arc<CudaContext>) -> Outcome {
             let mover = mover(context, options());
             let mut rig = Rig::small(order("blocks_first_nhd"), direction, place, &mut rng);
             let job = rig.job();
-            for function in ["cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuMemcpyAsync"] {
+            for function in ["cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuMemcpy3DAsync", "cuMemcpyAsync"] {
                 session.fail_later(function, 1, 719);
             }
             // SAFETY: everything is alive until the wait.

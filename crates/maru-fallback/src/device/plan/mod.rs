@@ -2,14 +2,25 @@
 //!
 //! Everything a job moves is a nest of loops around a run that is contiguous on both sides: tokens of a piece,
 //! pieces at even distances (consecutive blocks), heads, K and V, layers. `fold` merges what can be merged,
-//! [`cost`] decides which loop becomes the rows of two-dimensional copies, if any, and whether layers at even
-//! distances are moved together or one after the other.
+//! [`cost`] decides which loops become the rows and the slices of the driver's two- and three-dimensional copies,
+//! if any, and whether layers at even distances are moved together or one after the other.
+//!
+//! With blocks anywhere and layers at even distances that comes to, per block:
+//!
+//! * tokens of K (or V) in one piece: layers as rows, a command for each of K and V;
+//! * K and V by turns within a token (fused heads): heads and tokens as rows, layers as slices;
+//! * heads outside of tokens (HND): tokens as rows, layers as slices, a command per head, and K and V.
+//!
+//! Where layers are at uneven distances, two of them still make slices, and so do consecutive blocks, or K and
+//! V, where the distances are multiples of each other.
 //!
 //! Nothing here can overflow: a [`maru_layout::CopyJob`] exists only if every address it names fits 63 bits.
 
 pub(crate) mod cost;
 mod nest;
 mod series;
+#[cfg(test)]
+mod shapes;
 #[cfg(test)]
 mod tests;
 
@@ -19,7 +30,8 @@ use cost::Limits;
 use nest::{Loop, Nest};
 use series::Series;
 
-/// `rows` rows of `width` bytes, a pitch apart on each side. One row has no pitch (0).
+/// `slices` slices of `rows` rows of `width` bytes. Rows are a pitch apart on each side, slices as many pitches
+/// as a height says. One slice has no height (0), one row of one slice no pitch either.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Command {
     /// Address in the cache.
@@ -28,19 +40,75 @@ pub(crate) struct Command {
     pub(crate) slab: u64,
     /// Contiguous bytes.
     pub(crate) width: u64,
-    /// How many of them.
+    /// How many of them in a slice.
     pub(crate) rows: u64,
-    /// From row to row in the cache.
+    /// How many slices.
+    pub(crate) slices: u64,
+    /// From row to row in the cache, bytes.
     pub(crate) paged_pitch: u64,
-    /// From row to row in the slab.
+    /// From row to row in the slab, bytes.
     pub(crate) slab_pitch: u64,
+    /// From slice to slice in the cache, pitches.
+    pub(crate) paged_height: u64,
+    /// From slice to slice in the slab, pitches.
+    pub(crate) slab_height: u64,
+}
+
+impl Command {
+    /// One run of no bytes, to start from.
+    pub(crate) const NOTHING: Command = Command {
+        paged: 0,
+        slab: 0,
+        width: 0,
+        rows: 1,
+        slices: 1,
+        paged_pitch: 0,
+        slab_pitch: 0,
+        paged_height: 0,
+        slab_height: 0,
+    };
+
+    /// Bytes from slice to slice: in the cache, in the slab.
+    pub(crate) fn slice_steps(&self) -> (u64, u64) {
+        (self.paged_height.saturating_mul(self.paged_pitch), self.slab_height.saturating_mul(self.slab_pitch))
+    }
+
+    /// Its slices, each a command.
+    pub(crate) fn each_slice(self) -> impl Iterator<Item = Command> {
+        let (paged, slab) = self.slice_steps();
+        let slice = Command { slices: 1, paged_height: 0, slab_height: 0, ..self };
+        let slice = match self.rows {
+            1 => Command { paged_pitch: 0, slab_pitch: 0, ..slice },
+            _ => slice,
+        };
+        (0..self.slices).map(move |i| Command {
+            paged: self.paged + i * paged,
+            slab: self.slab + i * slab,
+            ..slice
+        })
+    }
+
+    /// The rows of one slice, each a command.
+    pub(crate) fn each_row(self) -> impl Iterator<Item = Command> {
+        (0..self.rows).map(move |i| Command {
+            paged: self.paged + i * self.paged_pitch,
+            slab: self.slab + i * self.slab_pitch,
+            width: self.width,
+            ..Command::NOTHING
+        })
+    }
 }
 
 #[cfg(test)]
 impl Command {
     /// Bytes it moves.
     pub(crate) fn bytes(&self) -> u64 {
-        self.width * self.rows
+        self.width * self.rows * self.slices
+    }
+
+    /// The rows of all slices.
+    pub(crate) fn all_rows(self) -> impl Iterator<Item = Command> {
+        self.each_slice().flat_map(Command::each_row)
     }
 }
 
@@ -240,7 +308,7 @@ fn nests(
                 Nest::best(g.row_bytes, loops, limits)
             }
         };
-        cost = cost.saturating_add(nest.cost(limits));
+        cost = cost.saturating_add(nest.cost());
         per_series.push(nest);
     }
     let kv = kv_step.is_some();

@@ -13,17 +13,18 @@ use super::*;
 
 const CACHE: u64 = 1 << 20;
 const SLAB: u64 = 1 << 40;
-const DRIVER: Limits = Limits { max_pitch: i32::MAX as u64, batch: true, layers_together: true };
+pub(super) const DRIVER: Limits =
+    Limits { max_pitch: i32::MAX as u64, batch: true, slices: true, layers_together: true, inside: false };
 
-fn ix(n: u64) -> usize {
+pub(super) fn ix(n: u64) -> usize {
     usize::try_from(n).unwrap()
 }
 
 /// Tensors of a cache at offsets of one image.
 #[derive(Clone, Debug)]
-struct Cache {
-    reference: Reference,
-    layout: PagedLayout,
+pub(super) struct Cache {
+    pub(super) reference: Reference,
+    pub(super) layout: PagedLayout,
     bases: Vec<u64>,
     bytes: u64,
 }
@@ -31,7 +32,7 @@ struct Cache {
 impl Cache {
     /// `axes` and their lengths; `order` is memory order, outermost first, with elements of padding behind
     /// every step of an axis. `place(i, span)` is the offset of the i-th tensor.
-    fn new(
+    pub(super) fn new(
         axes: &[(&str, u64)],
         order: &[(usize, u64)],
         dtype: DType,
@@ -91,7 +92,7 @@ impl Cache {
         Cache { reference, layout, bases, bytes }
     }
 
-    fn job(&self, direction: Direction, slab: &SlabLayout, slots: &[i64], skip: u64) -> CopyJob {
+    pub(super) fn job(&self, direction: Direction, slab: &SlabLayout, slots: &[i64], skip: u64) -> CopyJob {
         let plan = Arc::new(CopyPlan::new(&self.layout, slab, self.bases.clone()).unwrap());
         let request = JobRequest {
             direction,
@@ -106,7 +107,7 @@ impl Cache {
 }
 
 /// All commands of a job, unit by unit.
-fn planned(job: &CopyJob, limits: Limits) -> Vec<(Unit, Vec<Command>)> {
+pub(super) fn planned(job: &CopyJob, limits: Limits) -> Vec<(Unit, Vec<Command>)> {
     let JobSlots::Host { runs, .. } = job.slots() else { panic!("host slots") };
     let packed = Packed::of(job, job.slab().host.unwrap());
     let plan = Plan::new(Work::new(job, packed, runs, 0, job.layer_count().into()), limits);
@@ -125,6 +126,22 @@ fn planned(job: &CopyJob, limits: Limits) -> Vec<(Unit, Vec<Command>)> {
     units
 }
 
+/// What a driver asks of a command.
+pub(super) fn assert_allowed(c: &Command, limits: Limits) {
+    assert!(c.width > 0 && c.rows > 0 && c.slices > 0, "{c:?}");
+    assert!(c.slices == 1 || limits.slices, "{c:?}");
+    for (pitch, height) in [(c.paged_pitch, c.paged_height), (c.slab_pitch, c.slab_height)] {
+        match (c.rows, c.slices) {
+            (1, 1) => assert_eq!(pitch, 0, "{c:?}"),
+            _ => assert!((c.width..=limits.max_pitch).contains(&pitch), "{c:?}"),
+        }
+        match c.slices {
+            1 => assert_eq!(height, 0, "{c:?}"),
+            _ => assert!(height >= c.rows, "{c:?}"),
+        }
+    }
+}
+
 /// Carries commands out, checks what a driver would refuse, and returns the bytes moved.
 fn carry_out(
     commands: &[Command],
@@ -135,16 +152,9 @@ fn carry_out(
 ) -> u64 {
     let mut moved = 0;
     for c in commands {
-        assert!(c.width > 0 && c.rows > 0, "{c:?}");
-        if c.rows > 1 {
-            for pitch in [c.paged_pitch, c.slab_pitch] {
-                assert!((c.width..=limits.max_pitch).contains(&pitch), "{c:?}");
-            }
-        }
-        for row in 0..c.rows {
-            let paged = ix(c.paged + row * c.paged_pitch - CACHE);
-            let packed = ix(c.slab + row * c.slab_pitch - SLAB);
-            let n = ix(c.width);
+        assert_allowed(c, limits);
+        for row in c.all_rows() {
+            let (paged, packed, n) = (ix(row.paged - CACHE), ix(row.slab - SLAB), ix(c.width));
             match direction {
                 Direction::Gather => slab[packed..packed + n].copy_from_slice(&cache[paged..paged + n]),
                 Direction::Scatter => cache[paged..paged + n].copy_from_slice(&slab[packed..packed + n]),
@@ -285,7 +295,8 @@ proptest! {
         seed in any::<u64>(),
         holes in any::<bool>(),
         (skip, spare) in (0u64..4, 0u64..4),
-        (batch, layers_together, max_pitch) in (any::<bool>(), any::<bool>(), prop_oneof![Just(i32::MAX as u64), 1u64..400]),
+        (batch, slices, layers_together, inside) in (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>()),
+        max_pitch in prop_oneof![Just(i32::MAX as u64), 1u64..400],
         slab_kind in 0..4,
     ) {
         let slots = slots(cache.layout.num_slots(), run, seed, holes);
@@ -303,114 +314,6 @@ proptest! {
             _ => [tokens * row, tokens * row * r.planes, row],
         };
         let slab = SlabLayout::strided(counts, row, strides, dtype).unwrap();
-        check(&cache, &slab, &slots, skip.min(slots.len() as u64), Limits { max_pitch, batch, layers_together });
+        check(&cache, &slab, &slots, skip.min(slots.len() as u64), Limits { max_pitch, batch, slices, layers_together, inside });
     }
-}
-
-/// 64 layers, 8 heads of 128 bf16 elements, blocks of 16; `place` as in [`Cache::new`].
-fn model(axes: &str, memory: &str, layers: u64, place: impl Fn(u64, u64) -> u64) -> Cache {
-    let names: Vec<&str> = axes.split(',').collect();
-    let lengths: Vec<(&str, u64)> = names
-        .iter()
-        .map(|n| match *n {
-            "block" => (*n, 64),
-            "kv" => (*n, 2),
-            "token" => (*n, 16),
-            "head" => (*n, 8),
-            "kv_dim" => (*n, 256),
-            _ => (*n, 128),
-        })
-        .collect();
-    let order: Vec<(usize, u64)> =
-        memory.split(',').map(|n| (names.iter().position(|m| *m == n).unwrap(), 0)).collect();
-    Cache::new(&lengths, &order, DType::Bf16, layers, false, place)
-}
-
-/// 256 tokens in these blocks.
-fn in_blocks(blocks: &[i64]) -> Vec<i64> {
-    blocks.iter().flat_map(|b| (0..16).map(move |o| b * 16 + o)).collect()
-}
-
-const SCATTERED: [i64; 16] = [9, 60, 2, 31, 17, 44, 5, 58, 23, 12, 50, 37, 0, 41, 28, 19];
-
-/// (units, layers of the first, commands of the first, its first command's width and rows)
-fn summary(cache: &Cache, slots: &[i64], limits: Limits) -> (usize, usize, usize, u64, u64) {
-    let slab = SlabLayout::of_cache(&cache.layout, 2, cache.reference.layers, 256).unwrap();
-    let units = planned(&cache.job(Direction::Scatter, &slab, slots, 0), limits);
-    let total: u64 = units.iter().flat_map(|(_, c)| c).map(Command::bytes).sum();
-    assert_eq!(total, slab.bytes());
-    let (unit, first) = &units[0];
-    (units.len(), unit.count, first.len(), first[0].width, first[0].rows)
-}
-
-const NHD: &str = "block,kv,token,head,dim";
-const HND: &str = "block,kv,head,token,dim";
-const FUSED: &str = "block,head,token,kv_dim";
-
-fn even(i: u64, span: u64) -> u64 {
-    i * (span + 512)
-}
-fn descending(i: u64, span: u64) -> u64 {
-    (64 - i) * (span + 512)
-}
-fn uneven(i: u64, span: u64) -> u64 {
-    i * span + i * i * 512
-}
-
-#[test]
-fn scattered_blocks_of_evenly_spaced_layers_take_layers_as_rows() {
-    let cache = model(NHD, NHD, 64, even);
-    assert_eq!(summary(&cache, &in_blocks(&SCATTERED), DRIVER), (1, 64, 32, 32 << 10, 64));
-}
-
-#[test]
-fn scattered_blocks_of_layers_anywhere_go_one_by_one() {
-    for place in [descending as fn(u64, u64) -> u64, uneven] {
-        let cache = model(NHD, NHD, 64, place);
-        assert_eq!(summary(&cache, &in_blocks(&SCATTERED), DRIVER), (64, 1, 32, 32 << 10, 1));
-    }
-}
-
-#[test]
-fn consecutive_blocks_become_rows_or_one_run() {
-    let consecutive: Vec<i64> = (8..24).collect();
-    let blocks_first = model(NHD, NHD, 64, uneven);
-    assert_eq!(summary(&blocks_first, &in_blocks(&consecutive), DRIVER), (64, 1, 2, 32 << 10, 16));
-    let kv_first = model("kv,block,token,head,dim", "kv,block,token,head,dim", 64, uneven);
-    assert_eq!(summary(&kv_first, &in_blocks(&consecutive), DRIVER), (64, 1, 2, 512 << 10, 1));
-}
-
-#[test]
-fn fused_rows_are_two_dimensional() {
-    let cache = model(FUSED, "block,token,head,kv_dim", 64, uneven);
-    // K and V of 16 blocks: 128 rows of 256 bytes each.
-    assert_eq!(summary(&cache, &in_blocks(&SCATTERED), DRIVER), (64, 1, 32, 256, 128));
-    // Dense blocks in a row: 2048 rows at once.
-    let consecutive: Vec<i64> = (8..24).collect();
-    assert_eq!(summary(&cache, &in_blocks(&consecutive), DRIVER), (64, 1, 2, 256, 2048));
-}
-
-#[test]
-fn heads_outside_tokens_are_moved_by_the_longest_loop() {
-    let cache = model(NHD, HND, 64, uneven);
-    // 16 blocks, K and V, 8 heads: 16 tokens of 256 bytes.
-    assert_eq!(summary(&cache, &in_blocks(&SCATTERED), DRIVER), (64, 1, 256, 256, 16));
-    let cache = model(NHD, HND, 64, even);
-    assert_eq!(summary(&cache, &in_blocks(&SCATTERED), DRIVER).4, 64);
-}
-
-#[test]
-fn a_pitch_over_the_limit_is_not_used() {
-    let far = |i: u64, _| i * (3 << 30);
-    let cache = model(NHD, NHD, 64, far);
-    assert_eq!(summary(&cache, &in_blocks(&SCATTERED), DRIVER), (64, 1, 32, 32 << 10, 1));
-    let near = Limits { max_pitch: 100, ..DRIVER };
-    assert_eq!(summary(&model(FUSED, "block,token,head,kv_dim", 4, even), &in_blocks(&SCATTERED), near).4, 1);
-}
-
-#[test]
-fn a_gap_between_layers_splits_them_in_two() {
-    let gap = |i: u64, span: u64| i * (span + 512) + if i >= 40 { 4096 } else { 0 };
-    let (units, first, ..) = summary(&model(NHD, NHD, 64, gap), &in_blocks(&SCATTERED), DRIVER);
-    assert_eq!((units, first), (2, 40));
 }
