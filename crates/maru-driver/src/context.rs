@@ -1,10 +1,11 @@
 //! Contexts that leave the caller's current one alone.
 
+use std::collections::BTreeSet;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::{CudaContext, sys};
+use cudarc::driver::{CudaContext, result, sys};
 
 use crate::{DriverError, check};
 
@@ -59,6 +60,9 @@ impl Drop for Current<'_> {
     }
 }
 
+/// Contexts whose loss was logged while something of theirs was given back, by handle.
+static LOST: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
+
 /// A shared context whose release, too, leaves the caller's current one alone: cudarc makes a context current
 /// when its last handle goes.
 #[derive(Clone, Debug)]
@@ -67,7 +71,32 @@ pub struct Context(ManuallyDrop<Arc<CudaContext>>);
 impl Context {
     /// Wraps a handle.
     pub fn new(context: Arc<CudaContext>) -> Self {
+        // A later context may have the handle of a lost one; its loss is news again.
+        lost().remove(&context.cu_ctx().addr());
         Context(ManuallyDrop::new(context))
+    }
+
+    /// The primary context of a device, as PyTorch and the CUDA runtime use it. The library must be there, see
+    /// [`crate::require`].
+    ///
+    /// # Errors
+    /// [`DriverError`]: no such device, no memory for a context.
+    pub fn open(ordinal: usize) -> Result<Self, DriverError> {
+        let cuda = |op| move |error| DriverError::from_cudarc(op, error);
+        result::init().map_err(cuda("cuInit"))?;
+        let device = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        result::device::get(device).map_err(cuda("cuDeviceGet"))?;
+        let before = current()?;
+        let context = CudaContext::new(ordinal).map_err(cuda("cuDevicePrimaryCtxRetain"));
+        let context = context.map(Context::new);
+        // Making it left it current.
+        // SAFETY: the context was current, so it was alive a moment ago; null clears.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(before) })?;
+        let context = context?;
+        // SAFETY: no slice of cudarc's was made in this context; its event tracking only serves those, and
+        // would make the context synchronise when a stream is created.
+        unsafe { context.get().disable_event_tracking() };
+        Ok(context)
     }
 
     /// The handle.
@@ -82,6 +111,23 @@ impl Context {
     pub fn enter(&self) -> Result<Current<'_>, DriverError> {
         Current::enter(self.get())
     }
+
+    /// Gives something back in a destructor: makes the calls with the context current and logs an error, which
+    /// then means that `what` leaks. In a lost context all of them fail; that is logged once for all.
+    pub fn give_back(&self, what: &str, calls: impl FnOnce() -> Result<(), DriverError>) {
+        let Err(error) = self.enter().and_then(|_current| calls()) else { return };
+        if !error.is_context_lost() {
+            tracing::error!(%error, "{what} cannot be given back and leaks");
+        } else if lost().insert(self.get().cu_ctx().addr()) {
+            tracing::error!(%error, device = self.get().ordinal(), "{what} is lost with its context, as all in it is");
+        } else {
+            tracing::debug!(%error, "{what} is lost with its context");
+        }
+    }
+}
+
+fn lost() -> impl std::ops::DerefMut<Target = BTreeSet<usize>> {
+    LOST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Context {

@@ -1,8 +1,8 @@
 //! What every crate that talks to the CUDA driver needs, once: is the library there and new enough
 //! ([`require`], [`symbol`]), errors with the call's name and a stable kind ([`check`], [`DriverError`]), the
 //! caller's current context left as it was ([`Current`], [`Context`]), whether a context still works
-//! ([`Health`]), events used again and again ([`Tickets`]), pinned memory ([`PinnedBuffer`]) and questions to
-//! a borrowed stream ([`stream`]).
+//! ([`Health`]), events used again and again ([`Tickets`]), memory ([`PinnedBuffer`], [`DeviceBuffer`]), streams
+//! of our own and questions to borrowed ones ([`stream`]).
 //!
 //! The library is loaded at run time: this crate builds and its tests pass on a machine without CUDA.
 
@@ -18,5 +18,5 @@ pub use context::{Context, Current};
 pub use error::{DriverError, check};
 pub use health::Health;
 pub use library::{Unavailable, is_present, require, symbol};
-pub use memory::PinnedBuffer;
+pub use memory::{DeviceBuffer, PinnedBuffer};
 pub use tickets::{Ticket, Tickets};

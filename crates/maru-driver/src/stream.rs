@@ -1,8 +1,8 @@
-//! Questions to a stream that somebody else owns.
+//! Questions to a stream that somebody else owns, and streams of our own.
 
 use cudarc::driver::sys::{self, CUstream, CUstreamCaptureStatus};
 
-use crate::{DriverError, check};
+use crate::{Context, DriverError, check};
 
 /// Whether it is the legacy default stream, under either of its names.
 pub fn is_legacy_default(stream: CUstream) -> bool {
@@ -53,3 +53,62 @@ pub unsafe fn synchronize(stream: CUstream) -> Result<(), DriverError> {
     // SAFETY: the caller's promise.
     check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
 }
+
+/// A stream of our own, which does not synchronise with the legacy default stream.
+#[derive(Debug)]
+pub struct OwnStream {
+    stream: CUstream,
+    context: Context,
+}
+
+// SAFETY: stream handles may be used from any thread with the context current.
+unsafe impl Send for OwnStream {}
+// SAFETY: as above.
+unsafe impl Sync for OwnStream {}
+
+impl OwnStream {
+    /// One of ordinary priority.
+    ///
+    /// # Errors
+    /// [`DriverError`].
+    pub fn new(context: &Context) -> Result<Self, DriverError> {
+        let _current = context.enter()?;
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid; the context is current.
+        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut stream, NON_BLOCKING) })?;
+        Ok(OwnStream { stream, context: context.clone() })
+    }
+
+    /// One whose kernels go before those of every other stream.
+    ///
+    /// # Errors
+    /// [`DriverError`].
+    pub fn urgent(context: &Context) -> Result<Self, DriverError> {
+        let _current = context.enter()?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: the out pointers are valid; the context is current.
+        let range = unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
+        check("cuCtxGetStreamPriorityRange", range)?;
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: as above.
+        let made = unsafe { sys::cuStreamCreateWithPriority(&raw mut stream, NON_BLOCKING, greatest) };
+        check("cuStreamCreateWithPriority", made)?;
+        Ok(OwnStream { stream, context: context.clone() })
+    }
+
+    /// Its handle.
+    pub fn get(&self) -> CUstream {
+        self.stream
+    }
+}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        self.context.give_back("a stream", || {
+            // SAFETY: made by `new` or `urgent`, destroyed once; the driver lets what is queued run.
+            check("cuStreamDestroy", unsafe { sys::cuStreamDestroy_v2(self.stream) })
+        });
+    }
+}
+
+const NON_BLOCKING: u32 = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;

@@ -173,19 +173,14 @@ impl Tickets {
 
 impl<T> Drop for Tickets<T> {
     fn drop(&mut self) {
-        let _current = match self.context.enter() {
-            Ok(current) => current,
-            Err(error) => {
-                tracing::error!(%error, "events leak");
-                return;
-            }
-        };
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for event in state.events.drain(..) {
-            // SAFETY: made by `take` and destroyed once; the driver frees it when it has completed.
-            if let Err(error) = check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(event) }) {
-                tracing::error!(%error, "an event leaks");
+        self.context.give_back("a pool of events", || {
+            let mut outcome = Ok(());
+            for event in state.events.drain(..) {
+                // SAFETY: made by `take` and destroyed once; the driver frees it when it has completed.
+                outcome = outcome.and(check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(event) }));
             }
-        }
+            outcome
+        });
     }
 }

@@ -1,10 +1,9 @@
 //! Many slabs of one cache in few launches: between two launches the link runs dry for some microseconds, which
 //! small slabs feel.
 
-use cudarc::driver::sys::{self, CUstream};
+use cudarc::driver::sys::CUstream;
 use maru_layout::CopyJob;
 
-use crate::driver::{Current, check};
 use crate::geometry::{BatchLaunch, Limits};
 use crate::launched::State;
 use crate::ring::CAPACITY;
@@ -92,7 +91,7 @@ impl PagedCopyKernel {
         stream: CUstream,
     ) -> Result<Option<Launched>, KernelError> {
         let kernel = &self.inner;
-        let _current = Current::enter(&kernel.context)?;
+        let _current = kernel.context.enter()?;
         let ticket = kernel.tickets.take()?;
         let shape = (batch.entry, batch.blocks, batch.threads);
         let planned = batch;
@@ -109,19 +108,8 @@ impl PagedCopyKernel {
             kernel.tickets.give_back(ticket, true);
             return Ok(None);
         }
-        let queued = uploaded.and_then(|_| {
-            // SAFETY: the ticket is owned here; the stream is the caller's promise.
-            check("cuEventRecord", unsafe { sys::cuEventRecord(ticket.event, stream) })
-        });
-        if let Err(error) = queued {
-            // Memory named by the jobs may be reused once this returns.
-            // SAFETY: the stream is the caller's promise.
-            let drained = check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) });
-            if drained.is_ok() {
-                kernel.tickets.give_back(ticket, true);
-            }
-            return Err(error);
-        }
+        // SAFETY: the stream is the caller's promise.
+        let ticket = unsafe { kernel.queued(uploaded.map(drop), ticket, stream) }?;
         let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
         let state = State::Queued { ticket, reports: false };
         Ok(Some(Launched::new(kernel, planes, state, num_slots)))

@@ -2,10 +2,55 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, DriverError, result, sys};
+use cudarc::driver::{CudaContext, result, sys};
+use maru_driver::{Context, DriverError};
 
 use crate::KernelError;
-use crate::driver::{check, failed, library, name};
+
+/// Driver functions this crate and cudarc's context call. A function that is missing would panic when it is
+/// called, so all are looked up before the first call.
+const SYMBOLS: [&str; 40] = [
+    "cuInit",
+    "cuDriverGetVersion",
+    "cuDeviceGet",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuModuleGetFunction",
+    "cuFuncGetAttribute",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemHostGetDevicePointer_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamIsCapturing",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuLaunchKernel",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpy2DAsync_v2",
+    "cuStreamCreateWithPriority",
+    "cuCtxGetStreamPriorityRange",
+    "cuEventDestroy_v2",
+    "cuThreadExchangeStreamCaptureMode",
+];
 
 /// Whether the kernel can run on a device: driver library present and new enough, device there, compute
 /// capability 7.0 or later. Makes no context and no device memory.
@@ -19,10 +64,10 @@ pub fn availability(device: usize) -> Result<(), KernelError> {
 /// Devices the driver sees.
 ///
 /// # Errors
-/// [`KernelError::NoDriver`], [`KernelError::DriverTooOld`] or [`KernelError::NoDevice`].
+/// [`KernelError::NoDriver`] or [`KernelError::NoDevice`].
 pub fn device_count() -> Result<usize, KernelError> {
-    library()?;
-    let no_device = |error| KernelError::NoDevice { reason: name(error) };
+    maru_driver::require(&SYMBOLS)?;
+    let no_device = |error| KernelError::NoDevice { reason: DriverError::from_cudarc("cuInit", error).name };
     result::init().map_err(no_device)?;
     let count = result::device::get_count().map_err(no_device)?;
     match usize::try_from(count) {
@@ -38,24 +83,14 @@ pub fn device_count() -> Result<usize, KernelError> {
 /// As [`availability`], and [`KernelError::Driver`] if the context cannot be made.
 pub fn open_context(device: usize) -> Result<Arc<CudaContext>, KernelError> {
     availability(device)?;
-    let mut current = std::ptr::null_mut();
-    // SAFETY: the out pointer is valid; the library is initialised.
-    check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&mut current) })?;
-    let context = CudaContext::new(device).map_err(|error| failed("cuDevicePrimaryCtxRetain", error));
-    // SAFETY: the context was current, so it was alive a moment ago; null clears.
-    check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(current) })?;
-    let context = context?;
-    // SAFETY: no slice of cudarc's was made in this context; its event tracking only serves those, and would
-    // make the context synchronise when a stream is created.
-    unsafe { context.disable_event_tracking() };
-    Ok(context)
+    Ok(Arc::clone(Context::open(device)?.get()))
 }
 
 fn find(device: usize) -> Result<sys::CUdevice, KernelError> {
     let count = device_count()?;
     let ordinal = i32::try_from(device).ok().filter(|_| device < count);
     let ordinal = ordinal.ok_or(KernelError::DeviceOutOfRange { device, count })?;
-    result::device::get(ordinal).map_err(|error| failed("cuDeviceGet", error))
+    Ok(result::device::get(ordinal).map_err(|error| DriverError::from_cudarc("cuDeviceGet", error))?)
 }
 
 pub(crate) fn check_capability(device: usize, handle: sys::CUdevice) -> Result<(), KernelError> {
@@ -63,7 +98,7 @@ pub(crate) fn check_capability(device: usize, handle: sys::CUdevice) -> Result<(
     let get = |attribute| {
         // SAFETY: the handle is a device of the initialised driver.
         let value = unsafe { result::device::get_attribute(handle, attribute) };
-        value.map_err(|error: DriverError| failed("cuDeviceGetAttribute", error))
+        value.map_err(|error| DriverError::from_cudarc("cuDeviceGetAttribute", error))
     };
     let major = get(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = get(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;

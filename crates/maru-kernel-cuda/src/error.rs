@@ -1,18 +1,14 @@
 //! What can go wrong here.
 
+use maru_driver::{DriverError, Unavailable};
+
 /// Errors of the native kernel.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// No NVIDIA driver library on this machine.
-    #[error("no NVIDIA driver: neither libcuda.so nor libcuda.so.1 can be loaded")]
-    NoDriver,
-    /// The driver library lacks a function this crate calls.
-    #[error("the NVIDIA driver is too old: its library has no {symbol}; driver 525 or later is needed")]
-    DriverTooOld {
-        /// The missing function.
-        symbol: &'static str,
-    },
+    /// No driver that the kernel can use.
+    #[error(transparent)]
+    NoDriver(#[from] Unavailable),
     /// The driver sees no GPU.
     #[error("the NVIDIA driver reports no usable GPU ({reason})")]
     NoDevice {
@@ -59,15 +55,8 @@ pub enum KernelError {
         code: u32,
     },
     /// A driver call failed.
-    #[error("{op} failed: {name} ({code})")]
-    Driver {
-        /// The driver function.
-        op: &'static str,
-        /// The driver's name of the error.
-        name: String,
-        /// The driver's error code.
-        code: u32,
-    },
+    #[error(transparent)]
+    Driver(#[from] DriverError),
     /// The kernel was asked to touch memory that the device cannot address.
     #[error(
         "the slab has no device address: its region is not registered with CUDA, so no kernel may touch it"
@@ -101,35 +90,17 @@ pub enum KernelError {
     },
 }
 
-/// Driver errors after which a context is of no more use.
-const FATAL: [u32; 11] = [
-    214, // ECC_UNCORRECTABLE
-    700, // ILLEGAL_ADDRESS
-    702, // LAUNCH_TIMEOUT
-    709, // CONTEXT_IS_DESTROYED
-    710, // ASSERT
-    714, // HARDWARE_STACK_ERROR
-    715, // ILLEGAL_INSTRUCTION
-    716, // MISALIGNED_ADDRESS
-    717, // INVALID_ADDRESS_SPACE
-    718, // INVALID_PC
-    719, // LAUNCH_FAILED
-];
-
 impl KernelError {
     /// The stable snake_case kind that the command line and Python report.
     pub fn kind(&self) -> &'static str {
         match self {
-            KernelError::NoDriver
-            | KernelError::DriverTooOld { .. }
+            KernelError::NoDriver(_)
             | KernelError::NoDevice { .. }
             | KernelError::DeviceTooOld { .. }
             | KernelError::UnsupportedPtx { .. }
             | KernelError::ModuleLoad { .. }
             | KernelError::SlabNotAddressable => "not_available",
-            KernelError::Driver { code, .. } if FATAL.contains(code) => "context_lost",
-            KernelError::Driver { code: 2, .. } => "out_of_memory",
-            KernelError::Driver { .. } => "driver",
+            KernelError::Driver(error) => error.kind(),
             KernelError::SlotOutOfRange { .. } => "slot_out_of_range",
             KernelError::DeviceOutOfRange { .. }
             | KernelError::TokenTooLarge { .. }

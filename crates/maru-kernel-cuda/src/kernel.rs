@@ -4,17 +4,18 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUstream};
-use cudarc::driver::{CudaContext, DriverError};
+use maru_driver::{Context, check, stream as streams};
 use maru_layout::{CopyJob, CopyPlan, JobSlots};
 
 use crate::abi::{Entry, INLINE_SLOTS, PagedCopyArgs, PagedCopyInlineArgs};
-use crate::driver::{Current, check, name};
 use crate::geometry::{Addresses, Launch, Launches, Limits, SlotSource};
 use crate::launched::State;
+use crate::module::Module;
 use crate::ring::{self, SlotRing};
 use crate::tickets::{Ticket, Tickets};
-use crate::{Image, KernelError, Launched, PlaneTable, image};
+use crate::{Image, KernelError, Launched, PlaneTable};
 
 /// How a transfer is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,23 +49,16 @@ pub struct PagedCopyKernel {
 
 #[derive(Debug)]
 pub(crate) struct Inner {
-    pub(crate) context: Arc<CudaContext>,
-    module: sys::CUmodule,
-    functions: [sys::CUfunction; Entry::COUNT],
-    image: Image,
+    /// Goes first: the driver then waits for kernels that use the rest.
+    module: Module,
     pub(crate) tickets: Tickets,
     pub(crate) ring: SlotRing,
     /// Error record of captured launches; it is never given back.
     captured: Ticket,
     /// Slots of the cache of the last captured launch, for the message.
     captured_slots: AtomicU64,
+    pub(crate) context: Context,
 }
-
-// SAFETY: module and function handles may be used from any thread with the context current, which every
-// method sees to.
-unsafe impl Send for Inner {}
-// SAFETY: as above.
-unsafe impl Sync for Inner {}
 
 impl PagedCopyKernel {
     /// Loads the kernel into a context and makes everything that transfers need: afterwards no call on the
@@ -92,40 +86,28 @@ impl PagedCopyKernel {
         context: Arc<CudaContext>,
         images: impl Iterator<Item = Image>,
     ) -> Result<Self, KernelError> {
-        crate::device::check_capability(context.ordinal(), context.cu_device())?;
-        let _current = Current::enter(&context)?;
-        let (module, image) = load_module(images)?;
-        let loaded = Module(module);
-        let mut functions = [std::ptr::null_mut(); Entry::COUNT];
-        for entry in Entry::all() {
-            let function = &mut functions[entry.index()];
-            // SAFETY: the module was just loaded; the name is a C string.
-            let found = unsafe { sys::cuModuleGetFunction(function, loaded.0, entry.name().as_ptr()) };
-            check("cuModuleGetFunction", found)?;
-        }
-        let tickets = Tickets::new(&context)?;
+        let context = Context::new(context);
+        crate::device::check_capability(context.get().ordinal(), context.get().cu_device())?;
+        let current = context.enter()?;
+        let module = Module::load(&context, images)?;
+        let tickets = Tickets::new(&context);
         let ring = SlotRing::new(&context)?;
         let captured = tickets.take()?;
-        captured.clear();
-        std::mem::forget(loaded);
-        tracing::debug!(device = context.ordinal(), %image, "native kernel loaded");
+        drop(current);
+        tracing::debug!(device = context.get().ordinal(), image = %module.image, "native kernel loaded");
         let captured_slots = AtomicU64::new(0);
-        let inner = Inner { context, module, functions, image, tickets, ring, captured, captured_slots };
+        let inner = Inner { module, tickets, ring, captured, captured_slots, context };
         Ok(PagedCopyKernel { inner: Arc::new(inner) })
     }
 
     /// Which of the embedded images runs.
     pub fn image(&self) -> Image {
-        self.inner.image
-    }
-
-    pub(crate) fn inner(&self) -> &Arc<Inner> {
-        &self.inner
+        self.inner.module.image
     }
 
     /// The context it was loaded into.
     pub fn context(&self) -> &Arc<CudaContext> {
-        &self.inner.context
+        self.inner.context.get()
     }
 
     /// Puts the plane addresses of a cache where the kernel reads them. Once per cache; waits until they are
@@ -134,7 +116,7 @@ impl PagedCopyKernel {
     /// # Errors
     /// [`KernelError::Driver`], out of memory for instance.
     pub fn register(&self, plan: &CopyPlan) -> Result<PlaneTable, KernelError> {
-        PlaneTable::new(&self.inner.context, plan)
+        PlaneTable::new(self.context(), plan)
     }
 
     /// Puts a transfer on the caller's stream and returns at once.
@@ -167,9 +149,9 @@ impl PagedCopyKernel {
         }
         let num_slots = job.plan().geometry().num_slots;
         let finish = |state| Ok(Launched::new(kernel, planes, state, num_slots));
-        let _current = Current::enter(&kernel.context)?;
+        let _current = kernel.context.enter()?;
         // SAFETY: the stream is the caller's promise.
-        let capturing = unsafe { is_capturing(stream) }?;
+        let capturing = unsafe { streams::is_capturing(stream) }?;
         let (source, reports) = match job.slots() {
             JobSlots::Device { addr, .. } => (SlotSource::Device { addr: *addr }, true),
             // A graph must not use the ring: its buffers are used again before a replay.
@@ -187,10 +169,10 @@ impl PagedCopyKernel {
         }
         let ticket = if capturing { kernel.captured } else { kernel.tickets.take()? };
         if reports {
-            launches.report_to(ticket.record_device);
+            launches.report_to(ticket.payload.device);
             match capturing {
                 true => kernel.captured_slots.store(num_slots, Ordering::Relaxed),
-                false => ticket.clear(),
+                false => ticket.payload.clear(),
             }
         }
         // SAFETY: the caller's promises, passed on.
@@ -198,19 +180,8 @@ impl PagedCopyKernel {
         if capturing {
             return queued.and_then(|()| finish(State::Captured));
         }
-        let queued = queued.and_then(|()| {
-            // SAFETY: the ticket is owned here; the stream is the caller's promise.
-            check("cuEventRecord", unsafe { sys::cuEventRecord(ticket.event, stream) })
-        });
-        if let Err(error) = queued {
-            // Memory named by the job may be reused once this returns.
-            // SAFETY: the stream is the caller's promise.
-            let drained = check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) });
-            if drained.is_ok() {
-                kernel.tickets.give_back(ticket, true);
-            }
-            return Err(error);
-        }
+        // SAFETY: the stream is the caller's promise.
+        let ticket = unsafe { kernel.queued(queued, ticket, stream) }?;
         finish(State::Queued { ticket, reports })
     }
 
@@ -222,9 +193,9 @@ impl PagedCopyKernel {
     /// # Safety
     /// `stream` is a live stream of this kernel's context, or null.
     pub unsafe fn is_capturing(&self, stream: CUstream) -> Result<bool, KernelError> {
-        let _current = Current::enter(&self.inner.context)?;
+        let _current = self.inner.context.enter()?;
         // SAFETY: the caller's promise.
-        unsafe { is_capturing(stream) }
+        Ok(unsafe { streams::is_capturing(stream) }?)
     }
 
     /// The first bad slot that a replay of a captured launch met since the last call, if any. To be asked
@@ -233,11 +204,11 @@ impl PagedCopyKernel {
     /// # Errors
     /// [`KernelError::SlotOutOfRange`].
     pub fn take_captured_error(&self) -> Result<(), KernelError> {
-        let record = self.inner.captured.record();
+        let record = self.inner.captured.payload.read();
         if record.raised == 0 {
             return Ok(());
         }
-        self.inner.captured.clear();
+        self.inner.captured.payload.clear();
         Err(KernelError::SlotOutOfRange {
             token: record.token,
             slot: record.slot,
@@ -247,6 +218,27 @@ impl PagedCopyKernel {
 }
 
 impl Inner {
+    /// Marks the end of what was queued on a stream. If something failed, waits for what is there, so that its
+    /// memory may be reused once the error is returned.
+    ///
+    /// # Safety
+    /// A live stream; the context is current.
+    pub(crate) unsafe fn queued(
+        &self,
+        outcome: Result<(), KernelError>,
+        ticket: Ticket,
+        stream: CUstream,
+    ) -> Result<Ticket, KernelError> {
+        // SAFETY: the pool is alive; the stream is the caller's promise.
+        let marked = outcome.and_then(|()| Ok(unsafe { ticket.record(stream) }?));
+        let Err(error) = marked else { return Ok(ticket) };
+        // SAFETY: the stream is the caller's promise.
+        if unsafe { streams::synchronize(stream) }.is_ok() {
+            self.tickets.give_back(ticket, true);
+        }
+        Err(error)
+    }
+
     /// Queues every launch of a job.
     ///
     /// # Safety
@@ -327,7 +319,7 @@ impl Inner {
         // it returns and does not write them.
         let result = unsafe {
             sys::cuLaunchKernel(
-                self.functions[entry.index()],
+                self.module.function(entry),
                 blocks,
                 1,
                 1,
@@ -340,30 +332,7 @@ impl Inner {
                 std::ptr::null_mut(),
             )
         };
-        check("cuLaunchKernel", result)
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        let unloaded = Current::enter(&self.context).and_then(|_current| {
-            // SAFETY: loaded by `load`, unloaded once. Every completion handle keeps this value alive, and the
-            // driver waits for kernels that still run.
-            check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.module) })
-        });
-        if let Err(error) = unloaded {
-            tracing::error!(%error, "the kernel's module leaks");
-        }
-    }
-}
-
-/// Unloads a module unless loading goes through. The context is current.
-struct Module(sys::CUmodule);
-
-impl Drop for Module {
-    fn drop(&mut self) {
-        // SAFETY: just loaded and not used yet.
-        let _ = unsafe { sys::cuModuleUnload(self.0) };
+        Ok(check("cuLaunchKernel", result)?)
     }
 }
 
@@ -372,42 +341,6 @@ fn window<'a>(host: &'a [i64], launch: &Launch) -> &'a [i64] {
     let first = usize::try_from(launch.first_token).unwrap_or(usize::MAX).min(host.len());
     let end = first.saturating_add(launch.args.tokens as usize).min(host.len());
     &host[first..end]
-}
-
-/// # Safety
-/// `stream` is a live stream of the current context.
-unsafe fn is_capturing(stream: CUstream) -> Result<bool, KernelError> {
-    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: the out pointer is valid; the stream is the caller's promise.
-    check("cuStreamIsCapturing", unsafe { sys::cuStreamIsCapturing(stream, &mut status) })?;
-    Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
-}
-
-/// The first image the driver takes; the error of the last.
-fn load_module(images: impl Iterator<Item = Image>) -> Result<(sys::CUmodule, Image), KernelError> {
-    let mut last = None;
-    for image in images {
-        let mut module = std::ptr::null_mut();
-        // SAFETY: the image is a fat binary or zero-terminated PTX; the out pointer is valid.
-        let result = unsafe { sys::cuModuleLoadData(&mut module, image.bytes().as_ptr().cast()) };
-        if result == sys::CUresult::CUDA_SUCCESS {
-            return Ok((module, image));
-        }
-        let error = load_error(image, result);
-        tracing::debug!(%error, %image, "an image of the kernel did not load");
-        last = Some(error);
-    }
-    Err(last.unwrap_or(KernelError::ModuleLoad { image: "image", name: "there is none".into(), code: 0 }))
-}
-
-fn load_error(image: Image, result: sys::CUresult) -> KernelError {
-    if result == sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION {
-        let mut cuda_version = 0;
-        // SAFETY: the out pointer is valid.
-        let _ = unsafe { sys::cuDriverGetVersion(&mut cuda_version) };
-        return KernelError::UnsupportedPtx { ptx_version: image::PORTABLE_PTX_VERSION, cuda_version };
-    }
-    KernelError::ModuleLoad { image: image.label(), name: name(DriverError(result)), code: result as u32 }
 }
 
 /// The arguments of a captured or queued launch never outlive `cuLaunchKernel`, which copies them; both

@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use cudarc::driver::sys::{self, CUstream};
+use cudarc::driver::sys::CUstream;
 
-use crate::driver::{Current, check};
 use crate::kernel::Inner;
-use crate::tickets::{Ticket, is_complete};
+use crate::tickets::Ticket;
 use crate::{KernelError, PlaneTable};
 
 /// A transfer on its way.
@@ -61,8 +60,9 @@ impl Launched {
     /// [`KernelError::SlotOutOfRange`] once it is over and a slot in device memory was bad.
     pub fn is_complete(&self) -> Result<bool, KernelError> {
         let State::Queued { ticket, .. } = &self.state else { return Ok(true) };
-        let _current = Current::enter(&self.kernel.context)?;
-        if !is_complete(ticket.event)? {
+        let _current = self.kernel.context.enter()?;
+        // SAFETY: the pool lives as long as the kernel, which this value keeps alive.
+        if !unsafe { ticket.is_complete() }? {
             return Ok(false);
         }
         self.over.store(true, Ordering::Relaxed);
@@ -75,9 +75,9 @@ impl Launched {
     /// As [`Launched::is_complete`].
     pub fn wait(&self) -> Result<(), KernelError> {
         let State::Queued { ticket, .. } = &self.state else { return Ok(()) };
-        let _current = Current::enter(&self.kernel.context)?;
-        // SAFETY: the ticket is owned by this value.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(ticket.event) })?;
+        let _current = self.kernel.context.enter()?;
+        // SAFETY: as above.
+        unsafe { ticket.wait() }?;
         self.over.store(true, Ordering::Relaxed);
         self.outcome()
     }
@@ -91,16 +91,16 @@ impl Launched {
     /// `stream` is a live stream.
     pub unsafe fn order_before(&self, stream: CUstream) -> Result<(), KernelError> {
         let State::Queued { ticket, .. } = &self.state else { return Ok(()) };
-        let _current = Current::enter(&self.kernel.context)?;
-        // SAFETY: the ticket is owned by this value; the stream is the caller's promise.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, ticket.event, 0) })
+        let _current = self.kernel.context.enter()?;
+        // SAFETY: as above; the stream is the caller's promise.
+        Ok(unsafe { ticket.order_before(stream) }?)
     }
 
     /// What the kernel reported; to be asked when the transfer is over.
     fn outcome(&self) -> Result<(), KernelError> {
         match &self.state {
             State::Queued { ticket, reports: true } => {
-                let record = ticket.record();
+                let record = ticket.payload.read();
                 match record.raised {
                     0 => Ok(()),
                     _ => Err(KernelError::SlotOutOfRange {

@@ -23,12 +23,12 @@
 pub mod abi;
 mod batch;
 mod device;
-mod driver;
 mod error;
 pub mod geometry;
 mod image;
 mod kernel;
 mod launched;
+mod module;
 mod planes;
 mod ring;
 mod staged;

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaContext;
+use maru_driver::DeviceBuffer;
 use maru_layout::CopyPlan;
 
 use crate::KernelError;
-use crate::driver::{Current, DeviceBuffer, upload_and_wait};
 
 /// The plane addresses of one cache (`[kv][layer]`) where the kernel reads them. Made once, when the cache is
 /// registered; cheap to clone.
@@ -23,11 +23,9 @@ struct Inner {
 
 impl PlaneTable {
     pub(crate) fn new(context: &Arc<CudaContext>, plan: &CopyPlan) -> Result<Self, KernelError> {
-        let _current = Current::enter(context)?;
         let bases = plan.bases().clone();
         let bytes: Vec<u8> = bases.iter().flat_map(|base| base.to_ne_bytes()).collect();
-        let buffer = DeviceBuffer::new(context, bytes.len())?;
-        upload_and_wait(buffer.addr(), &bytes)?;
+        let buffer = DeviceBuffer::holding(context, &bytes)?;
         Ok(PlaneTable { inner: Arc::new(Inner { bases, buffer }) })
     }
 

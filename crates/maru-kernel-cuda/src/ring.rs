@@ -1,13 +1,12 @@
 //! Slot lists too long for the kernel arguments: pinned staging and device buffers, used again once their
 //! launch is over.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
-use cudarc::driver::{CudaContext, sys};
+use cudarc::driver::sys;
+use maru_driver::{Context, DeviceBuffer, PinnedBuffer, Ticket, Tickets, check};
 
 use crate::KernelError;
-use crate::driver::{Current, DeviceBuffer, PinnedBuffer, check};
-use crate::tickets::is_complete;
 
 /// Buffers of the ring.
 const ENTRIES: usize = 8;
@@ -28,42 +27,29 @@ enum Use {
 struct State {
     /// Position of the oldest entry.
     next: usize,
-    entries: [(sys::CUevent, Use); ENTRIES],
+    entries: Vec<(Ticket, Use)>,
 }
-
-// SAFETY: event handles may be used from any thread.
-unsafe impl Send for State {}
 
 /// The ring of one kernel.
 #[derive(Debug)]
 pub(crate) struct SlotRing {
-    context: Arc<CudaContext>,
     pinned: PinnedBuffer,
     device: DeviceBuffer,
     state: Mutex<State>,
+    /// Owns the events of the entries.
+    _events: Tickets,
 }
 
 impl SlotRing {
     /// The context is current.
-    pub(crate) fn new(context: &Arc<CudaContext>) -> Result<Self, KernelError> {
+    pub(crate) fn new(context: &Context) -> Result<Self, KernelError> {
         let bytes = ENTRIES * CAPACITY as usize * size_of::<i64>();
-        let pinned = PinnedBuffer::new(context, bytes)?;
-        let device = DeviceBuffer::new(context, bytes)?;
-        let entries = [(std::ptr::null_mut(), Use::Free); ENTRIES];
-        let ring = SlotRing {
-            context: context.clone(),
-            pinned,
-            device,
-            state: Mutex::new(State { next: 0, entries }),
-        };
-        for i in 0..ENTRIES {
-            let mut event = std::ptr::null_mut();
-            let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-            // SAFETY: the out pointer is valid; the context is current.
-            check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
-            ring.state.lock().unwrap_or_else(PoisonError::into_inner).entries[i].0 = event;
-        }
-        Ok(ring)
+        let pinned = PinnedBuffer::new(context.get(), bytes)?;
+        let device = DeviceBuffer::new(context.get(), bytes)?;
+        let events = Tickets::new(context.get(), ENTRIES);
+        let entries = (0..ENTRIES).map(|_| Ok((events.take_event()?, Use::Free)));
+        let entries = entries.collect::<Result<_, KernelError>>()?;
+        Ok(SlotRing { pinned, device, state: Mutex::new(State { next: 0, entries }), _events: events })
     }
 
     /// Uploads lists (at most [`CAPACITY`] slots in all, one after the other) on `stream` and calls `launch` with
@@ -83,7 +69,8 @@ impl SlotRing {
         let (event, used) = state.entries[index];
         let free = match used {
             Use::Free => true,
-            Use::InFlight => is_complete(event)?,
+            // SAFETY: the ring owns the event; the context is current.
+            Use::InFlight => unsafe { event.is_complete() }?,
             Use::Lost => false,
         };
         if used == Use::Lost {
@@ -110,35 +97,14 @@ impl SlotRing {
         // SAFETY: source and destination have that length and live as long as the ring, which outlives the
         // launches (they keep the kernel alive); the stream is the caller's promise.
         let copied = unsafe { sys::cuMemcpyHtoDAsync_v2(addr, staging.cast(), bytes, stream) };
-        let launched = check("cuMemcpyHtoDAsync", copied).and_then(|()| launch(addr));
+        let copied = check("cuMemcpyHtoDAsync", copied).map_err(KernelError::from);
+        let launched = copied.and_then(|()| launch(addr));
         // Also after a failure: the copy may be on its way.
         // SAFETY: the ring owns the event; the stream is the caller's promise.
-        let recorded = check("cuEventRecord", unsafe { sys::cuEventRecord(event, stream) });
+        let recorded = unsafe { event.record(stream) };
         if recorded.is_ok() {
             state.entries[index].1 = Use::InFlight;
         }
-        launched.and(recorded).map(|()| true)
-    }
-}
-
-impl Drop for SlotRing {
-    fn drop(&mut self) {
-        let _current = match Current::enter(&self.context) {
-            Ok(current) => current,
-            Err(error) => {
-                tracing::error!(%error, "events of the slot ring leak");
-                return;
-            }
-        };
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for (event, _) in state.entries {
-            if event.is_null() {
-                continue;
-            }
-            // SAFETY: made by `new` and destroyed once.
-            if let Err(error) = check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(event) }) {
-                tracing::error!(%error, "an event of the slot ring leaks");
-            }
-        }
+        launched.and(recorded.map_err(KernelError::from)).map(|()| true)
     }
 }

@@ -15,12 +15,16 @@
 //!
 //! A buffer is filled again when its last use is over, by an event; the host waits for nothing.
 
+mod group;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::{self, CUevent, CUstream};
-use maru_layout::{CopyJob, Direction, Piece, Pieces, SlabSpan};
+use cudarc::driver::sys::{self, CUstream};
+use maru_driver::stream::{OwnStream, synchronize};
+use maru_driver::{Context, DeviceBuffer, DriverError, Ticket, Tickets, check};
+use maru_layout::{CopyJob, Direction, Pieces};
 
-use crate::driver::{Current, DeviceBuffer, check};
+use self::group::{Group, copy};
 use crate::launched::State;
 use crate::{KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable};
 
@@ -69,13 +73,15 @@ pub struct StagedMover {
 
 #[derive(Debug)]
 struct Inner {
-    kernel: PagedCopyKernel,
     buffer_bytes: u64,
     options: LaunchOptions,
-    /// Streams: into the ring, out of it, and the kernel's. Destroyed before the ring is freed.
+    /// Goes first: waits for the work that uses the rest.
     streams: Streams,
     state: Mutex<Ring>,
+    /// Owns the events of the ring.
+    _events: Tickets,
     _memory: DeviceBuffer,
+    kernel: PagedCopyKernel,
 }
 
 #[derive(Debug)]
@@ -83,16 +89,16 @@ struct Ring {
     next: usize,
     buffers: Vec<Buffer>,
     /// Recorded on the caller's stream when a transfer begins.
-    start: Event,
+    start: Ticket,
 }
 
 #[derive(Debug)]
 struct Buffer {
     addr: u64,
     /// Its bytes are there, for whoever takes them out.
-    full: Event,
+    full: Ticket,
     /// It may be filled again.
-    free: Event,
+    free: Ticket,
 }
 
 impl StagedMover {
@@ -101,18 +107,24 @@ impl StagedMover {
     /// # Errors
     /// [`KernelError::Driver`], out of memory for instance.
     pub fn new(kernel: &PagedCopyKernel, options: StagedOptions) -> Result<Self, KernelError> {
-        let context = kernel.context();
-        let _current = Current::enter(context)?;
+        let context = &kernel.inner.context;
+        let _current = context.enter()?;
         let buffers = options.buffers.clamp(2, 64);
         // Buffers start on borders that suit every access and the copy engine.
         let buffer_bytes = options.ring_bytes / buffers / 4096 * 4096;
         let count = usize::try_from(buffers).unwrap_or(2);
         let bytes = usize::try_from(buffer_bytes * buffers).unwrap_or(usize::MAX);
-        let memory = DeviceBuffer::new(context, bytes.max(1))?;
-        let streams = Streams::new(kernel)?;
-        let mut ring = Ring { next: 0, buffers: Vec::with_capacity(count), start: Event::new(kernel)? };
+        let memory = DeviceBuffer::new(context.get(), bytes)?;
+        let streams = Streams {
+            copy_in: OwnStream::urgent(context)?,
+            copy_out: OwnStream::urgent(context)?,
+            kernel: OwnStream::urgent(context)?,
+            context: context.clone(),
+        };
+        let events = Tickets::new(context.get(), 2 * count + 1);
+        let mut ring = Ring { next: 0, buffers: Vec::with_capacity(count), start: events.take_event()? };
         for i in 0..buffers {
-            let (full, free) = (Event::new(kernel)?, Event::new(kernel)?);
+            let (full, free) = (events.take_event()?, events.take_event()?);
             ring.buffers.push(Buffer { addr: memory.addr() + i * buffer_bytes, full, free });
         }
         let blocks = match options.blocks {
@@ -123,7 +135,15 @@ impl StagedMover {
         let kernel = kernel.clone();
         let state = Mutex::new(ring);
         Ok(StagedMover {
-            inner: Arc::new(Inner { kernel, buffer_bytes, options, streams, state, _memory: memory }),
+            inner: Arc::new(Inner {
+                kernel,
+                buffer_bytes,
+                options,
+                streams,
+                state,
+                _events: events,
+                _memory: memory,
+            }),
         })
     }
 
@@ -150,13 +170,16 @@ impl StagedMover {
         stream: CUstream,
     ) -> Result<StagedLaunch, KernelError> {
         let inner = &*self.inner;
-        let _current = Current::enter(inner.kernel.context())?;
+        let _current = inner.kernel.inner.context.enter()?;
         let mut ring = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
         let mut launched = StagedLaunch { parts: Vec::with_capacity(2), _mover: self.clone() };
         // SAFETY: the caller's promises, passed on.
         let queued = unsafe { inner.queue(&mut ring, jobs, planes, stream, &mut launched) };
         if let Err(error) = queued {
-            inner.streams.drain();
+            // Memory named by the jobs may be reused once this returns.
+            if let Err(error) = inner.streams.drain() {
+                tracing::error!(%error, "a failed staged transfer could not be waited for");
+            }
             return Err(error);
         }
         Ok(launched)
@@ -174,10 +197,12 @@ impl Inner {
         stream: CUstream,
         launched: &mut StagedLaunch,
     ) -> Result<(), KernelError> {
-        let Streams { copy_in, copy_out, kernel, .. } = self.streams;
-        ring.start.record(stream)?;
+        let [copy_in, copy_out, kernel] = self.streams.get();
+        // SAFETY: the stream is the caller's promise; events and streams of this value live as long as it.
+        unsafe { ring.start.record(stream) }?;
         for internal in [copy_in, copy_out, kernel] {
-            ring.start.wait(internal)?;
+            // SAFETY: as above.
+            unsafe { ring.start.order_before(internal) }?;
         }
         let (mut loads, mut stores) = (false, false);
         let mut group = Group::default();
@@ -217,134 +242,56 @@ impl Inner {
         planes: &PlaneTable,
         launched: &mut StagedLaunch,
     ) -> Result<(), KernelError> {
-        let Streams { copy_in, copy_out, kernel, .. } = self.streams;
-        let Some((first, ..)) = group.members.first() else { return Ok(()) };
-        let load = first.job().direction() == Direction::Scatter;
+        let [copy_in, copy_out, kernel] = self.streams.get();
+        let Some(direction) = group.direction() else { return Ok(()) };
+        let load = direction == Direction::Scatter;
         let index = ring.next;
         ring.next = (index + 1) % ring.buffers.len();
         let buffer = &ring.buffers[index];
-        let copies = |into, stream| {
-            group.members.iter().try_for_each(|(pieces, piece, at)| {
+        let copies = |stream| {
+            group.members().try_for_each(|(pieces, piece, at)| {
                 // SAFETY: the slab is the caller's promise; `Group::takes` saw to it that the piece fits.
-                unsafe { copy(piece, pieces.job().slab(), buffer.addr + at, into, stream) }
+                unsafe { copy(piece, pieces.job().slab(), buffer.addr + at, load, stream) }
             })
         };
-        let jobs = group
-            .members
-            .iter()
-            .map(|(pieces, piece, at)| pieces.staged(piece, None, Some(buffer.addr + at)));
+        let then = |event: &Ticket, from, to| -> Result<(), KernelError> {
+            // SAFETY: events and streams of this value live as long as it.
+            unsafe { event.record(from) }?;
+            // SAFETY: as above.
+            Ok(unsafe { event.order_before(to) }?)
+        };
+        let jobs =
+            group.members().map(|(pieces, piece, at)| pieces.staged(piece, None, Some(buffer.addr + at)));
         let jobs: Vec<CopyJob> = jobs.collect();
+        let (first, last) = if load { (copy_in, kernel) } else { (kernel, copy_out) };
+        // SAFETY: as above.
+        unsafe { buffer.free.order_before(first) }?;
         if load {
-            buffer.free.wait(copy_in)?;
-            copies(true, copy_in)?;
-            buffer.full.record(copy_in)?;
-            buffer.full.wait(kernel)?;
-        } else {
-            buffer.free.wait(kernel)?;
+            copies(copy_in)?;
+            then(&buffer.full, copy_in, kernel)?;
         }
         // SAFETY: the planes are the caller's promise; the buffer holds the pieces.
         let parts = unsafe { self.kernel.launch_many(&jobs, planes, kernel, self.options) }?;
         launched.parts.extend(parts.into_iter().filter(Launched::reports));
-        if load {
-            buffer.free.record(kernel)?;
-        } else {
-            buffer.full.record(kernel)?;
-            buffer.full.wait(copy_out)?;
-            copies(false, copy_out)?;
-            buffer.free.record(copy_out)?;
+        if !load {
+            then(&buffer.full, kernel, copy_out)?;
+            copies(copy_out)?;
         }
-        group.members.clear();
+        // SAFETY: as above.
+        unsafe { buffer.free.record(last) }?;
+        group.clear();
         Ok(())
     }
 
     /// A completion of everything on a stream so far.
     fn finished(&self, stream: CUstream, planes: &PlaneTable) -> Result<Launched, KernelError> {
-        let kernel = self.kernel.inner();
+        let kernel = &self.kernel.inner;
         let ticket = kernel.tickets.take()?;
-        // SAFETY: the ticket is owned here; the stream is this value's.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(ticket.event, stream) })?;
+        // SAFETY: the ticket's pool is the kernel's; the stream is this value's.
+        unsafe { ticket.record(stream) }?;
         let state = State::Queued { ticket, reports: false };
         Ok(Launched::new(kernel, planes, state, 0))
     }
-}
-
-/// Pieces that share a buffer: small slabs of one direction travel together, so that neither the copy engine nor
-/// the kernel waits between them.
-#[derive(Default)]
-struct Group<'a> {
-    /// Each with its offset in the buffer.
-    members: Vec<(&'a Pieces, &'a Piece, u64)>,
-}
-
-impl<'a> Group<'a> {
-    /// Where the next piece would begin: on a border that suits every access.
-    fn end(&self) -> u64 {
-        self.members
-            .last()
-            .map_or(0, |(_, piece, at)| (at + piece.pitch * piece.height).next_multiple_of(256))
-    }
-
-    fn takes(&self, direction: Direction, piece: &Piece, room: u64) -> bool {
-        let same = self.members.first().is_none_or(|(pieces, ..)| pieces.job().direction() == direction);
-        same && self.end() + piece.pitch * piece.height <= room
-    }
-
-    fn add(&mut self, pieces: &'a Pieces, piece: &'a Piece) {
-        self.members.push((pieces, piece, self.end()));
-    }
-}
-
-/// One piece between slab and buffer by the copy engine.
-///
-/// # Safety
-/// The slab is host memory that stays, and the piece lies in it; the buffer has room for the piece.
-unsafe fn copy(
-    piece: &Piece,
-    slab: SlabSpan,
-    buffer: u64,
-    into: bool,
-    stream: CUstream,
-) -> Result<(), KernelError> {
-    let host = slab.host.ok_or(KernelError::SlabNotAddressable)?.wrapping_add_signed(piece.offset);
-    let device = buffer + piece.lead;
-    let narrow = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-    let pointer = std::ptr::with_exposed_provenance_mut::<std::ffi::c_void>(narrow(host));
-    if piece.is_contiguous() {
-        let bytes = narrow(piece.bytes());
-        return match into {
-            // SAFETY: `bytes` bytes at either place, by the caller's promise.
-            true => check("cuMemcpyHtoDAsync", unsafe {
-                sys::cuMemcpyHtoDAsync_v2(device, pointer, bytes, stream)
-            }),
-            // SAFETY: as above.
-            false => check("cuMemcpyDtoHAsync", unsafe {
-                sys::cuMemcpyDtoHAsync_v2(pointer, device, bytes, stream)
-            }),
-        };
-    }
-    let (host_type, device_type) =
-        (sys::CUmemorytype::CU_MEMORYTYPE_HOST, sys::CUmemorytype::CU_MEMORYTYPE_DEVICE);
-    let pitch = narrow(piece.pitch);
-    let spans = sys::CUDA_MEMCPY2D {
-        srcXInBytes: 0,
-        srcY: 0,
-        srcMemoryType: if into { host_type } else { device_type },
-        srcHost: pointer,
-        srcDevice: device,
-        srcArray: std::ptr::null_mut(),
-        srcPitch: pitch,
-        dstXInBytes: 0,
-        dstY: 0,
-        dstMemoryType: if into { device_type } else { host_type },
-        dstHost: pointer,
-        dstDevice: device,
-        dstArray: std::ptr::null_mut(),
-        dstPitch: pitch,
-        WidthInBytes: narrow(piece.width),
-        Height: narrow(piece.height),
-    };
-    // SAFETY: the spans lie in slab and buffer by the caller's promise; the driver copies the description.
-    check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&spans, stream) })
 }
 
 /// Staged transfers on their way; keeps ring, kernel and plane table alive. Dropping it neither waits nor
@@ -395,98 +342,33 @@ impl StagedLaunch {
     }
 }
 
-/// The streams of a mover.
+/// The streams of a mover: into the ring, out of it, and the kernel's.
 #[derive(Debug)]
 struct Streams {
-    copy_in: CUstream,
-    copy_out: CUstream,
-    kernel: CUstream,
-    owner: PagedCopyKernel,
+    copy_in: OwnStream,
+    copy_out: OwnStream,
+    kernel: OwnStream,
+    context: Context,
 }
 
-// SAFETY: stream handles may be used from any thread.
-unsafe impl Send for Streams {}
-// SAFETY: as above.
-unsafe impl Sync for Streams {}
-
 impl Streams {
-    fn new(kernel: &PagedCopyKernel) -> Result<Self, KernelError> {
-        let (mut least, mut greatest) = (0, 0);
-        // SAFETY: the out pointers are valid; the context is current.
-        let range = unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) };
-        check("cuCtxGetStreamPriorityRange", range)?;
-        let null = std::ptr::null_mut();
-        let mut streams = Streams { copy_in: null, copy_out: null, kernel: null, owner: kernel.clone() };
-        for stream in [&mut streams.copy_in, &mut streams.copy_out, &mut streams.kernel] {
-            let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-            // SAFETY: the out pointer is valid; the context is current.
-            let made = unsafe { sys::cuStreamCreateWithPriority(stream, flags, greatest) };
-            check("cuStreamCreateWithPriority", made)?;
-        }
-        Ok(streams)
+    fn get(&self) -> [CUstream; 3] {
+        [self.copy_in.get(), self.copy_out.get(), self.kernel.get()]
     }
 
-    /// Waits for everything queued; an error that a wait meets was met before.
-    fn drain(&self) {
-        for stream in [self.copy_in, self.kernel, self.copy_out] {
-            // SAFETY: the stream is this value's.
-            if let Err(error) = check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) }) {
-                tracing::error!(%error, "a failed staged transfer could not be waited for");
-            }
-        }
+    /// Waits for everything queued. The context is current.
+    fn drain(&self) -> Result<(), DriverError> {
+        let [copy_in, copy_out, kernel] = self.get();
+        // An error of one wait says nothing of the others.
+        // SAFETY: the streams are this value's.
+        let waits = [copy_in, kernel, copy_out].map(|stream| unsafe { synchronize(stream) });
+        waits.into_iter().collect()
     }
 }
 
 impl Drop for Streams {
     fn drop(&mut self) {
-        let Ok(_current) = Current::enter(self.owner.context()) else { return };
-        self.drain();
-        for stream in [self.copy_in, self.copy_out, self.kernel] {
-            if !stream.is_null() {
-                // SAFETY: made by `new`, destroyed once, nothing is queued on it any more.
-                let _ = unsafe { sys::cuStreamDestroy_v2(stream) };
-            }
-        }
-    }
-}
-
-/// An event without timing.
-#[derive(Debug)]
-struct Event {
-    event: CUevent,
-    owner: PagedCopyKernel,
-}
-
-// SAFETY: event handles may be used from any thread.
-unsafe impl Send for Event {}
-// SAFETY: as above.
-unsafe impl Sync for Event {}
-
-impl Event {
-    fn new(kernel: &PagedCopyKernel) -> Result<Self, KernelError> {
-        let mut event = std::ptr::null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: the out pointer is valid; the context is current.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
-        Ok(Event { event, owner: kernel.clone() })
-    }
-
-    fn record(&self, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: the event is this value's; the stream is alive by the callers' promises.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.event, stream) })
-    }
-
-    fn wait(&self, stream: CUstream) -> Result<(), KernelError> {
-        // SAFETY: as above.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, self.event, 0) })
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        let Ok(_current) = Current::enter(self.owner.context()) else { return };
-        // SAFETY: made by `new`, destroyed once.
-        let _ = unsafe { sys::cuEventDestroy_v2(self.event) };
+        self.context.give_back("the ring of the staged strategy", || self.drain());
     }
 }
 
@@ -494,7 +376,7 @@ fn multiprocessors(kernel: &PagedCopyKernel) -> Result<u32, KernelError> {
     let mut count = 0;
     let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
     // SAFETY: the out pointer is valid; the device belongs to a live context.
-    let found = unsafe { sys::cuDeviceGetAttribute(&mut count, attribute, kernel.context().cu_device()) };
+    let found = unsafe { sys::cuDeviceGetAttribute(&raw mut count, attribute, kernel.context().cu_device()) };
     check("cuDeviceGetAttribute", found)?;
     Ok(u32::try_from(count).unwrap_or(1))
 }
