@@ -32,7 +32,7 @@ fn main() {
         c17_the_callers_context_is_what_it_was,
         c17_a_thread_without_a_context,
         c17_two_devices_share_a_registration,
-        known_letting_go_of_a_registrar_makes_its_context_current,
+        c17_letting_go_of_a_registrar_leaves_the_context_alone,
         a_device_that_is_not_there,
     ]);
 }
@@ -361,7 +361,7 @@ fn c17_two_devices_share_a_registration(session: &Session) {
     assert_eq!(session.census().registrations, 0);
 }
 
-fn known_letting_go_of_a_registrar_makes_its_context_current(_: &Session) {
+fn c17_letting_go_of_a_registrar_leaves_the_context_alone(_: &Session) {
     unbind();
     drop(CudaRegistrar::open(0).unwrap());
     assert_eq!(current(), 0);

@@ -13,8 +13,8 @@ pub(crate) fn tests() -> Vec<Test> {
         c17_a_thread_without_a_context,
         c17_the_callers_context_is_what_it_was,
         c17_a_stream_of_another_device_is_an_error,
-        known_letting_go_of_a_kernel_makes_its_context_current,
-        known_a_lost_context_is_called_so_by_load,
+        c17_letting_go_of_a_kernel_leaves_the_context_alone,
+        a_lost_context_is_called_so_by_load,
         one_device_lost_does_not_concern_the_other,
     ]
 }
@@ -153,7 +153,7 @@ fn one_device_lost_does_not_concern_the_other(session: &Session) {
     session.poison(0, 0);
 }
 
-fn known_letting_go_of_a_kernel_makes_its_context_current(session: &Session) {
+fn c17_letting_go_of_a_kernel_leaves_the_context_alone(session: &Session) {
     unbind();
     let kernel = PagedCopyKernel::load(maru_kernel_cuda::open_context(0).unwrap()).unwrap();
     assert_eq!(current(), 0);
@@ -162,7 +162,7 @@ fn known_letting_go_of_a_kernel_makes_its_context_current(session: &Session) {
     assert_eq!(session.census().contexts, 0);
 }
 
-fn known_a_lost_context_is_called_so_by_load(session: &Session) {
+fn a_lost_context_is_called_so_by_load(session: &Session) {
     let context = context(0);
     session.poison(0, 700);
     let error = PagedCopyKernel::load(context.clone()).err().unwrap();
