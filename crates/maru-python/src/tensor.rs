@@ -8,7 +8,9 @@ use std::fmt;
 
 use maru_layout::{LayoutError, TensorDesc};
 use maru_transfer::Place;
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::{PyInt, PyString};
 
 pub(crate) use dlpack::export as export_dlpack;
 pub(crate) use torch::is_torch;
@@ -115,17 +117,37 @@ impl fmt::Display for Tensor {
     }
 }
 
-/// `cuda:1`, `cuda`, `cpu`, a device object that prints as one, or an ordinal.
+/// `cuda:1`, `cuda`, `cpu`, a device object that has a type and an index or prints as one, or an ordinal.
 pub(crate) fn place_of(device: &Bound<'_, PyAny>, name: &str) -> Result<Place> {
-    let text = match device.extract::<i64>() {
-        Ok(-1) => return Ok(Place::Host),
-        Ok(ordinal) => format!("cuda:{ordinal}"),
-        Err(_) => device.str()?.to_string(),
+    // Without a failing look-up on the way of a torch device: a Python exception costs as much as a launch.
+    let py = device.py();
+    let text = if let Ok(text) = device.cast::<PyString>() {
+        text.to_str()?.to_owned()
+    } else if device.is_instance_of::<PyInt>() {
+        match device.extract::<i64>() {
+            Ok(-1) => return Ok(Place::Host),
+            Ok(ordinal) => format!("cuda:{ordinal}"),
+            Err(_) => device.str()?.to_string(),
+        }
+    } else if let (Ok(kind), Ok(index)) =
+        (device.getattr(intern!(py, "type")), device.getattr(intern!(py, "index")))
+        && let Ok(kind) = kind.cast::<PyString>()
+    {
+        match (kind.to_str()?, index.is_none()) {
+            ("cpu", _) => return Ok(Place::Host),
+            ("cuda", false) => match index.extract::<u32>() {
+                Ok(ordinal) => return Ok(Place::Cuda(ordinal)),
+                Err(_) => device.str()?.to_string(),
+            },
+            (kind, _) => kind.to_owned(),
+        }
+    } else {
+        device.str()?.to_string()
     };
     let place = match text.as_str() {
         "cpu" | "host" | "cpu:0" => Some(Place::Host),
         // Torch's `cuda` is the current device of the caller.
-        "cuda" => Some(Place::Cuda(torch::current_device(device.py()).unwrap_or(0))),
+        "cuda" => Some(Place::Cuda(torch::current_device(py).unwrap_or(0))),
         other => other.strip_prefix("cuda:").and_then(|n| n.parse::<u32>().ok()).map(Place::Cuda),
     };
     place.ok_or_else(|| {

@@ -4,6 +4,7 @@ use maru_layout::SlotMapping;
 use maru_transfer::Place;
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyRange, PyTuple};
 
 use crate::args::{a, type_name};
 use crate::driver;
@@ -11,6 +12,9 @@ use crate::dtype::Element;
 use crate::errors::{Error, Fault, Result, detached};
 use crate::memory::{mapped, with_context};
 use crate::tensor::Tensor;
+
+/// Longest sequence that is read number by number; a range can be longer than any memory.
+const MOST: usize = 1 << 26;
 
 /// A list as it came: values on the host, or a tensor in device memory.
 pub(crate) enum Words {
@@ -21,6 +25,13 @@ pub(crate) enum Words {
 impl Words {
     /// A one-dimensional int64 array, or a sequence of ints.
     pub(crate) fn of(object: &Bound<'_, PyAny>, name: &str) -> Result<Words> {
+        // The usual sequences are no arrays; asking them costs an exception for every kind of array.
+        if object.is_instance_of::<PyList>()
+            || object.is_instance_of::<PyTuple>()
+            || object.is_instance_of::<PyRange>()
+        {
+            return sequence(object, name);
+        }
         let Some(tensor) = Tensor::try_of(object, name)? else { return sequence(object, name) };
         if tensor.element != Element::Int64 {
             let found = object.getattr("dtype").and_then(|d| d.str().map(|s| s.to_string()));
@@ -93,8 +104,14 @@ fn sequence(object: &Bound<'_, PyAny>, name: &str) -> Result<Words> {
             a(&type_name(object))
         )))
     };
-    if object.is_none() || object.hasattr("keys").unwrap_or(false) {
+    if object.is_none() || object.is_instance_of::<PyDict>() {
         return Err(needed());
+    }
+    let len = object.len().unwrap_or(0);
+    if len > MOST {
+        return Err(
+            Fault::value(format!("{name} has {len} numbers; allowed: up to {MOST}, or an array")).into()
+        );
     }
     match object.extract::<Vec<i64>>() {
         Ok(words) => Ok(Words::Host(words)),

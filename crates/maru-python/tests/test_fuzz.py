@@ -50,7 +50,7 @@ del FREED
 ODD = [
     None, True, 0, 1, -1, 7, 2**31, 2**63 - 1, -(2**63), 2**64, 2**200, 1.5, float("nan"), float("inf"), 1j,
     "", "cpu", "cuda:0", "cuda:99999999999", "meta", b"bytes", bytearray(3), [], [1, 2], [None], ["x"], [[1]], [2**80],
-    (), (1, 2), {}, {"a": 1}, set(), range(3), range(-3, 0), object(), int, print, iter([1]), Raises(), BadIndex(),
+    (), (1, 2), {}, {"a": 1}, set(), range(3), range(-3, 0), range(2**40), object(), int, print, iter([1]), Raises(), BadIndex(),
     np.zeros(()), np.zeros(0), np.zeros((0, 3)), np.zeros(3, np.int64), np.zeros((2, 2, 2, 2), np.uint16),
     np.zeros((2,) * 12, np.uint8), np.array(["a"]), np.array([object()]), np.zeros(3, "M8[s]"), np.zeros(3, ">i8"),
     np.broadcast_to(np.zeros(1, np.uint16), (2, 3, 4, 5)), np.zeros((4, 4), np.uint16)[::-1], np.float32(1), np.int64(-5),

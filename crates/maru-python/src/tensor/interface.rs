@@ -14,16 +14,12 @@ use crate::errors::{Fault, Result};
 pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tensor>> {
     let py = object.py();
     let mut cuda = true;
-    let interface = match object.getattr(intern!(py, "__cuda_array_interface__")) {
-        Ok(interface) => interface,
-        Err(_) => match object.getattr(intern!(py, "__array_interface__")) {
-            Ok(interface) => {
-                cuda = false;
-                interface
-            }
-            Err(_) => return Ok(None),
-        },
-    };
+    let mut found = object.getattr_opt(intern!(py, "__cuda_array_interface__")).unwrap_or(None);
+    if found.is_none() {
+        cuda = false;
+        found = object.getattr_opt(intern!(py, "__array_interface__")).unwrap_or(None);
+    }
+    let Some(interface) = found else { return Ok(None) };
     let bad = |what: &str| Fault::wrong_type(format!("{name}: its array interface has {what}"));
     let Ok(interface) = interface.cast_into::<PyDict>() else { return Err(bad("no dict").into()) };
     let item = |key: &str| -> Result<Option<Bound<'_, PyAny>>> {

@@ -14,7 +14,7 @@ use crate::errors::{Fault, Result};
 pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tensor>> {
     let py = object.py();
     let torch = is_torch(object);
-    let Ok(data_ptr) = object.getattr(intern!(py, "data_ptr")) else { return Ok(None) };
+    let Ok(Some(data_ptr)) = object.getattr_opt(intern!(py, "data_ptr")) else { return Ok(None) };
     if !data_ptr.is_callable() {
         return Ok(None);
     }
