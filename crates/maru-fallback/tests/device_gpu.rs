@@ -8,6 +8,8 @@ mod cases;
 mod gpu;
 #[path = "device/rig.rs"]
 mod rig;
+#[path = "device/spread.rs"]
+mod spread;
 #[path = "device/trials.rs"]
 mod trials;
 

@@ -11,6 +11,8 @@ mod faults;
 mod gpu;
 #[path = "device/rig.rs"]
 mod rig;
+#[path = "device/spread.rs"]
+mod spread;
 #[path = "device/trials.rs"]
 mod trials;
 

@@ -1,4 +1,4 @@
-//! Single kinds of copies in a loop, for the cost model and for what the planner does not do yet.
+//! Single kinds of copies in a loop: what the planner's cost model is made of.
 
 use std::fmt::Write as _;
 
@@ -15,7 +15,7 @@ pub(crate) fn run(csv: &mut String) {
     let device = Device::new(1 << 30);
     let other = Device::new(1 << 30);
     let host = Pinned::new(TOTAL);
-    println!("{:<52} {:>7} {:>7} {:>9}", "copies", "load", "store", "us each");
+    println!("{:<60} {:>7} {:>7} {:>9}", "copies", "load", "store", "us each");
     let mut report = |name: &str, sides: [u64; 2], each: usize, copy: &dyn Fn(u64, u64, usize)| {
         let count = TOTAL / each;
         let mut rates = [0.0; 2];
@@ -38,7 +38,7 @@ pub(crate) fn run(csv: &mut String) {
             *rate = TOTAL as f64 / time / 1e9;
             us = time / count as f64 * 1e6;
         }
-        println!("{name:<52} {:>7.1} {:>7.1} {us:>9.2}", rates[0], rates[1]);
+        println!("{name:<60} {:>7.1} {:>7.1} {us:>9.2}", rates[0], rates[1]);
         writeln!(csv, "probe,{name},,,,,{TOTAL},{:.2},{:.2},,,,{us:.2}", rates[0], rates[1]).unwrap();
     };
     let ends = [device.addr, host.addr];
@@ -65,13 +65,24 @@ pub(crate) fn run(csv: &mut String) {
             two_d(&stream, (to, from), (device.addr, pitch), (width, rows), n);
         });
     }
-    for (width, rows, layers, pitch, layer) in
-        [(256usize, 128usize, 64usize, 512usize, 8usize << 20), (256, 16, 64, 256, 8 << 20)]
-    {
-        let name = format!("3-D {layers} layers {layer} apart of {rows} rows of {width}, {pitch} apart");
-        report(&name, ends, width * rows * layers, &|to, from, n| {
-            three_d(&stream, (to, from), (device.addr, pitch, layer), (width, rows, layers), n);
+    for shape in SHAPES {
+        report(&format!("3-D {}", shape.name()), ends, shape.bytes(), &|to, from, n| {
+            three_d(&stream, (to, from), device.addr, &shape, n);
         });
+    }
+    let batch = Batch::look_up();
+    for kib in [4usize, 16, 32, 64, 256, 512] {
+        let Some(batch) = &batch else {
+            println!("batched copies: the driver has no cuMemcpyBatchAsync");
+            break;
+        };
+        let bytes = kib << 10;
+        for entries in [128, 16] {
+            let name = format!("batches of {entries} entries of {kib} KiB");
+            report(&name, ends, bytes * entries, &|to, from, n| {
+                batch.copy(&stream, (to, from), bytes, entries, n)
+            });
+        }
     }
     let inside = [device.addr, other.addr];
     for kib in [32usize, 64] {
@@ -87,6 +98,135 @@ pub(crate) fn run(csv: &mut String) {
     report("2-D 2048 rows of 256, 512 apart, inside the device", inside, 256 * 2048, &|to, from, n| {
         two_d(&stream, (to, from), (device.addr, 512), (256, 2048), n);
     });
+    for shape in &SHAPES[1..3] {
+        report(&format!("3-D {}, inside the device", shape.name()), inside, shape.bytes(), &|to, from, n| {
+            three_d(&stream, (to, from), device.addr, shape, n);
+        });
+    }
+}
+
+/// Slices of rows as they lie in a cache and in slabs, of which a command moves a part.
+struct Shape {
+    width: usize,
+    rows: usize,
+    slices: usize,
+    /// Bytes from row to row and from slice to slice.
+    cache: [usize; 2],
+    slab: [usize; 2],
+    /// How often what distance in a slab: from command to command, innermost first.
+    steps: [(usize, usize); 3],
+}
+
+const LAYER: usize = 8 << 20;
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+
+/// Layers as slices of: fused rows packed in the slab; fused rows of 8 heads, and of one, of 256-token slabs;
+/// tokens of one head of 8; whole blocks as slices of one row (layers too far apart for a pitch). Then two
+/// layers only, K and V only, and consecutive blocks.
+const SHAPES: [Shape; 8] = [
+    shape(256, 128, 64, [512, LAYER], [256, 32 * KIB], [(64, 2 * MIB), (1, 0), (1, 0)]),
+    shape(256, 128, 64, [512, LAYER], [256, 512 * KIB], [(16, 32 * KIB), (4, 32 * MIB), (1, 0)]),
+    shape(256, 16, 64, [512, LAYER], [256, 64 * KIB], [(16, 4 * KIB), (32, 4 * MIB), (1, 0)]),
+    shape(256, 16, 64, [256, LAYER], [2 * KIB, 512 * KIB], [(8, 256), (16, 32 * KIB), (4, 32 * MIB)]),
+    shape(
+        32 * KIB,
+        1,
+        64,
+        [LAYER / 4, LAYER],
+        [512 * KIB, 512 * KIB],
+        [(16, 32 * KIB), (4, 32 * MIB), (1, 0)],
+    ),
+    shape(256, 128, 2, [512, LAYER], [256, 512 * KIB], [(16, 32 * KIB), (128, MIB), (1, 0)]),
+    shape(256, 16, 2, [256, 32 * KIB], [2 * KIB, 32 * MIB], [(8, 256), (1024, 32 * KIB), (2, 64 * MIB)]),
+    shape(256, 16, 16, [256, 64 * KIB], [2 * KIB, 32 * KIB], [(8, 256), (256, 512 * KIB), (1, 0)]),
+];
+
+const fn shape(
+    width: usize,
+    rows: usize,
+    slices: usize,
+    cache: [usize; 2],
+    slab: [usize; 2],
+    steps: [(usize, usize); 3],
+) -> Shape {
+    Shape { width, rows, slices, cache, slab, steps }
+}
+
+impl Shape {
+    fn bytes(&self) -> usize {
+        self.width * self.rows * self.slices
+    }
+
+    fn name(&self) -> String {
+        let ([pitch, slice], [slab_pitch, slab_slice]) = (self.cache, self.slab);
+        let Shape { width, rows, slices, .. } = self;
+        format!("{slices} x {rows} x {width}, {slice}/{slab_slice}, {pitch}/{slab_pitch}")
+    }
+
+    /// Where the n-th command begins in the slabs.
+    fn slab_at(&self, n: usize) -> usize {
+        let mut left = n;
+        let mut at = 0;
+        for (count, distance) in self.steps {
+            at += left % count * distance;
+            left /= count;
+        }
+        at
+    }
+}
+
+type BatchCall = unsafe extern "C" fn(
+    *mut sys::CUdeviceptr,
+    *mut sys::CUdeviceptr,
+    *mut usize,
+    usize,
+    *mut sys::CUmemcpyAttributes,
+    *mut usize,
+    usize,
+    *mut usize,
+    sys::CUstream,
+) -> sys::CUresult;
+
+struct Batch(BatchCall);
+
+impl Batch {
+    fn look_up() -> Option<Batch> {
+        // SAFETY: the type is that of the function in the headers of CUDA 12.8.
+        unsafe { maru_driver::symbol("cuMemcpyBatchAsync") }.map(Batch)
+    }
+
+    /// The n-th batch of entries that follow each other on both sides.
+    fn copy(&self, stream: &Stream, (to, from): (u64, u64), bytes: usize, entries: usize, n: usize) {
+        let at = |base: u64| (0..entries).map(|i| base + ((n * entries + i) * bytes) as u64).collect();
+        let (mut to, mut from): (Vec<u64>, Vec<u64>) = (at(to), at(from));
+        let mut sizes = vec![bytes; entries];
+        let nowhere =
+            sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID, id: 0 };
+        let mut attributes = sys::CUmemcpyAttributes {
+            srcAccessOrder: sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+            srcLocHint: nowhere,
+            dstLocHint: nowhere,
+            flags: 0,
+        };
+        let (mut first, mut failed) = (0usize, 0usize);
+        // SAFETY: three arrays of `entries`, one set of attributes; memory that lives until the stream was
+        // waited for.
+        let result = unsafe {
+            (self.0)(
+                to.as_mut_ptr(),
+                from.as_mut_ptr(),
+                sizes.as_mut_ptr(),
+                entries,
+                &raw mut attributes,
+                &raw mut first,
+                1,
+                &raw mut failed,
+                stream.0,
+            )
+        };
+        crate::gpu::ok("cuMemcpyBatchAsync", result);
+    }
 }
 
 /// The n-th place of `span` bytes inside a GiB.
@@ -126,19 +266,14 @@ fn two_d(
     cu!(cuMemcpy2DAsync_v2(&copy, stream.0));
 }
 
-fn three_d(
-    stream: &Stream,
-    (to, from): (u64, u64),
-    (cache, pitch, layer): (u64, usize, usize),
-    (width, rows, layers): (usize, usize, usize),
-    n: usize,
-) {
-    let cache_at = place(n, pitch * rows, layer * layers);
-    let packed_at = (n * width * rows * layers) as u64;
+fn three_d(stream: &Stream, (to, from): (u64, u64), cache: u64, shape: &Shape, n: usize) {
+    let Shape { width, rows, slices, cache: [pitch, slice], slab: [slab_pitch, slab_slice], .. } = *shape;
+    let cache_at = place(n, pitch * rows, slice * slices);
+    let packed_at = shape.slab_at(n) as u64;
     // Address, pitch, rows from slice to slice.
     let side = |addr| match addr == cache {
-        true => (addr + cache_at, pitch, layer / pitch),
-        false => (addr + packed_at, width, rows),
+        true => (addr + cache_at, pitch, slice / pitch),
+        false => (addr + packed_at, slab_pitch, slab_slice / slab_pitch),
     };
     let ((to, to_pitch, to_height), (from, from_pitch, from_height)) = (side(to), side(from));
     let copy = sys::CUDA_MEMCPY3D {
@@ -166,7 +301,7 @@ fn three_d(
         dstHeight: to_height,
         WidthInBytes: width,
         Height: rows,
-        Depth: layers,
+        Depth: slices,
     };
     cu!(cuMemcpy3DAsync_v2(&copy, stream.0));
 }

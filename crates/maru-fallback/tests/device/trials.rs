@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, sys};
 use maru_fallback::{DeviceOptions, FallbackError};
-use maru_layout::{CopyJob, CopyPlan, Direction, JobRequest, SlabLayout, SlotMapping};
+use maru_layout::{Direction, SlotMapping};
 
-use crate::cases::{Cache, Dims, Images, ORDERS, Order, Rng, compare};
+use crate::cases::{Cache, Dims, ORDERS, Order, Rng, compare};
 use crate::gpu::{Device, Graph, Stream, cu, current, make_current, mover};
 use crate::rig::{DIMS, DIRECTIONS, LARGE, Rig, SLABS, SlabIn, SlabMemory, order};
+use crate::spread;
 
 pub(crate) type Outcome = Result<(), String>;
 type Trial = fn(&Arc<CudaContext>) -> Outcome;
@@ -23,7 +24,7 @@ pub(crate) fn all() -> Vec<(String, Body)> {
             trials.push((name, Box::new(move |context| layout(context, order, place))));
         }
     }
-    let named: [(&str, Trial); 18] = [
+    let named: [(&str, Trial); 19] = [
         ("pageable/several_windows", several_windows),
         ("pageable/tokens_larger_than_the_bounce_memory", large_tokens),
         ("pageable/load_returns_when_the_slab_is_read", early_return),
@@ -31,7 +32,8 @@ pub(crate) fn all() -> Vec<(String, Body)> {
         ("slots/in_device_memory", device_slots),
         ("slots/bad_ones_in_device_memory", bad_device_slots),
         ("layers/one_of_a_packed_slab", one_layer),
-        ("layers/in_allocations_of_their_own", own_allocations),
+        ("layers/in_allocations_of_their_own", spread::own_allocations),
+        ("layers/gigabytes_apart", spread::gigabytes_apart),
         ("threads/share_a_mover", threads),
         ("devices/take_turns", devices),
         ("streams/default_ones", default_streams),
@@ -190,56 +192,6 @@ fn one_layer(context: &Arc<CudaContext>) -> Outcome {
                 }
                 rig.check().map_err(|e| format!("{place:?} {direction:?} {in_device}: {e}"))?;
             }
-        }
-    }
-    Ok(())
-}
-
-/// Layers in allocations of their own, which are often evenly spaced: then layers are rows, unless the driver
-/// refuses copies that leave an allocation.
-fn own_allocations(context: &Arc<CudaContext>) -> Outcome {
-    let (mover, stream, mut rng) = (mover(context, options()), Stream::new(), Rng::new(35));
-    let dims = Dims { layers: 6, blocks: 16, block_size: 16, heads: 8, head_size: 64, pad: 0, ..DIMS };
-    let cache = Cache::new(order("blocks_first_nhd"), dims).map_err(text)?;
-    let span = usize::try_from(cache.layout.span_bytes()).map_err(text)?;
-    let mut memory: Vec<Device> =
-        (0..dims.layers).map(|_| Device::new(span.next_multiple_of(2 << 20))).collect();
-    // Whole blocks in an order of their own.
-    let slots: Vec<i64> = (0..16).map(|b| b * 7 % 16).flat_map(|b| b * 16..(b + 1) * 16).collect();
-    for descending in [false, true] {
-        memory.sort_by_key(|m| if descending { u64::MAX - m.addr } else { m.addr });
-        let mut bases = Vec::new();
-        for kv in 0..2 {
-            let inside = cache.layout.plane_offset(kv, 0).map_err(text)?;
-            bases.extend(memory.iter().map(|m| m.addr + inside));
-        }
-        for (direction, place) in DIRECTIONS.iter().flat_map(|d| SLABS.map(|p| (*d, p))) {
-            let images = Images::new(&cache, direction, 256, &slots, 0, &mut rng);
-            let of = |image: &[u8], layer: usize| {
-                let at = usize::try_from(cache.reference.tensors[layer]).unwrap_or(usize::MAX);
-                image[at..at + span].to_vec()
-            };
-            for (layer, m) in memory.iter().enumerate() {
-                m.write(&of(&images.cache, layer));
-            }
-            let mut slab = SlabMemory::holding(&images.slab, place);
-            let layout = SlabLayout::of_cache(&cache.layout, 2, dims.layers, 256).map_err(text)?;
-            let plan = CopyPlan::new(&cache.layout, &layout, bases.clone()).map_err(text)?;
-            let request = JobRequest {
-                direction,
-                slab: slab.span(),
-                slots: SlotMapping::from_slots(slots.clone()),
-                skip_tokens: 0,
-                partial: false,
-                layers: None,
-            };
-            let job = CopyJob::new(Arc::new(plan), request).map_err(text)?;
-            // SAFETY: everything is alive until the wait.
-            unsafe { mover.copy_on(&job, stream.0) }.map_err(text)?.wait().map_err(text)?;
-            for (layer, m) in memory.iter().enumerate() {
-                compare(&format!("layer {layer}"), &m.read(span), &of(&images.cache_after, layer))?;
-            }
-            compare("slab", &slab.read(), &images.slab_after)?;
         }
     }
     Ok(())

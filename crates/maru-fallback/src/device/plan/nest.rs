@@ -100,7 +100,7 @@ fn of_rows(run: Command, l: &Loop, limits: Limits) -> Option<Command> {
 fn of_slices(rows: Command, l: &Loop, limits: Limits) -> Option<Command> {
     let height = |distance: u64, pitch: u64| {
         let height = distance.checked_div(pitch)?;
-        (distance % pitch == 0 && height >= rows.rows).then_some(height)
+        (distance.is_multiple_of(pitch) && height >= rows.rows).then_some(height)
     };
     let paged_height = height(l.paged, rows.paged_pitch)?;
     let slab_height = height(l.slab, rows.slab_pitch)?;
@@ -112,7 +112,7 @@ fn of_slices(rows: Command, l: &Loop, limits: Limits) -> Option<Command> {
 fn of_far_rows(run: Command, l: &Loop, limits: Limits) -> Option<Command> {
     let height = |distance: u64| {
         let least = distance.div_ceil(limits.max_pitch.max(1)).max(1);
-        let fits = |h: &u64| distance % h == 0 && distance / h >= run.width;
+        let fits = |h: &u64| distance.is_multiple_of(*h) && distance / h >= run.width;
         (least..least.saturating_add(MOST_SPLIT)).find(fits)
     };
     let (paged_height, slab_height) = (height(l.paged)?, height(l.slab)?);
