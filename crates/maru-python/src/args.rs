@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyFloat};
+use pyo3::types::{PyBool, PyFloat, PyString};
 
 use crate::errors::{Fault, Result};
 
@@ -28,8 +28,7 @@ pub(crate) fn int(object: &Bound<'_, PyAny>, name: &str) -> Result<i64> {
 
 /// Enums of compiled modules convert with `int()` but have no `__index__`.
 fn int_convertible(object: &Bound<'_, PyAny>, name: &str) -> Result<i64> {
-    let text =
-        object.is_instance_of::<pyo3::types::PyString>() || object.is_instance_of::<pyo3::types::PyBytes>();
+    let text = object.is_instance_of::<PyString>() || object.is_instance_of::<pyo3::types::PyBytes>();
     let enum_like =
         !text && object.hasattr("__int__").unwrap_or(false) && object.hasattr("name").unwrap_or(false);
     if !enum_like {
@@ -78,4 +77,52 @@ pub(crate) fn boolean(object: &Bound<'_, PyAny>, name: &str) -> Result<bool> {
         Ok(1) => Ok(true),
         _ => Err(Fault::wrong_type(format!("{name} is {}, a bool is needed", a(&type_name(object)))).into()),
     }
+}
+
+/// Longest sequence that is read item by item; a range can be longer than any memory.
+pub(crate) const MOST_ITEMS: usize = 1 << 26;
+
+/// A list of words. Nothing is reserved for a length that an object only claims.
+pub(crate) fn texts(object: Option<&Bound<'_, PyAny>>, name: &str) -> Result<Vec<String>> {
+    let Some(object) = object.filter(|o| !o.is_none()) else { return Ok(Vec::new()) };
+    let wrong =
+        || Fault::wrong_type(format!("{name} is {}, a list of text is needed", a(&type_name(object))));
+    if object.is_instance_of::<PyString>() {
+        return Err(wrong().into());
+    }
+    let mut texts = Vec::new();
+    for item in object.try_iter().map_err(|_| wrong())? {
+        texts.push(item?.extract::<String>().map_err(|_| wrong())?);
+    }
+    Ok(texts)
+}
+
+/// The items of a list, its length checked first.
+pub(crate) fn numbers<'py, T: for<'a> FromPyObject<'a, 'py>>(
+    object: &Bound<'py, PyAny>,
+    name: &str,
+) -> Result<Vec<T>> {
+    let len = object.len().unwrap_or(0);
+    if len > MOST_ITEMS {
+        let message = format!("{name} has {len} numbers; allowed: up to {MOST_ITEMS}, or an array");
+        return Err(Fault::value(message).into());
+    }
+    match object.extract::<Vec<T>>() {
+        Ok(numbers) => Ok(numbers),
+        Err(e) if e.is_instance_of::<PyOverflowError>(object.py()) => {
+            Err(Fault::overflow(format!("{name} holds a number that does not fit")).into())
+        }
+        Err(_) => Err(Fault::wrong_type(format!(
+            "{name} is {}, an int64 tensor or a list of ints is needed",
+            a(&type_name(object))
+        ))
+        .into()),
+    }
+}
+
+/// A shape or strides: a short list of ints.
+pub(crate) fn dims(object: &Bound<'_, PyAny>) -> Option<Vec<i64>> {
+    const MOST_AXES: usize = 64;
+    object.len().ok().filter(|len| *len <= MOST_AXES)?;
+    object.extract().ok()
 }

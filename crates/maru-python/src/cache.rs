@@ -39,23 +39,24 @@ struct List {
 impl List {
     /// A sequence or a mapping of tensors, or one tensor with a layer axis.
     fn of(object: &Bound<'_, PyAny>, name: &str) -> Result<List> {
-        let items: Vec<Bound<'_, PyAny>> = if let Ok(mapping) = object.cast::<PyMapping>() {
-            mapping.values()?.iter().collect()
+        let items = if let Ok(mapping) = object.cast::<PyMapping>() {
+            mapping.values()?.into_any()
         } else if object.is_instance_of::<PyString>() {
             return Err(Fault::wrong_type(format!("{name} is text; tensors are needed")).into());
         } else if let Some(tensor) = Tensor::try_of(object, name)? {
             return Ok(List { tensors: vec![tensor], single: true });
         } else {
-            let iterator = object.try_iter().map_err(|_| {
-                let found = args::a(&args::type_name(object));
-                Fault::wrong_type(format!("{name} is {found}; a list of tensors, one a layer, is needed"))
-            })?;
-            iterator.collect::<PyResult<_>>()?
+            object.clone()
         };
-        let read = |(layer, item): (usize, &Bound<'_, PyAny>)| {
-            Tensor::of(item, &format!("{name}[{layer}] (layer {layer})"))
-        };
-        Ok(List { tensors: items.iter().enumerate().map(read).collect::<Result<_>>()?, single: false })
+        let iterator = items.try_iter().map_err(|_| {
+            let found = args::a(&args::type_name(object));
+            Fault::wrong_type(format!("{name} is {found}; a list of tensors, one a layer, is needed"))
+        })?;
+        let mut tensors = Vec::new();
+        for (layer, item) in iterator.enumerate() {
+            tensors.push(Tensor::of(&item?, &format!("{name}[{layer}] (layer {layer})"))?);
+        }
+        Ok(List { tensors, single: false })
     }
 }
 
@@ -128,12 +129,7 @@ fn axis_list(axes: &Bound<'_, PyAny>) -> Result<Vec<Axis>> {
     if let Ok(text) = axes.extract::<String>() {
         return Ok(Axis::parse_list(&text)?);
     }
-    let words = axes.extract::<Vec<String>>();
-    let words = words.map_err(|_| {
-        Fault::wrong_type(
-            "axes must be a list of words such as [\"block\", \"kv\", \"token\", \"head\", \"dim\"]",
-        )
-    })?;
+    let words = args::texts(Some(axes), "axes")?;
     words.iter().map(|word| word.parse::<Axis>().map_err(Error::from)).collect()
 }
 

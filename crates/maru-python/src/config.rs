@@ -7,7 +7,7 @@ use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyList, PyMapping, PyString, PyTuple};
 
-use crate::args::{a, type_name};
+use crate::args::{self, a, type_name};
 use crate::errors::{Fault, Result, guard};
 
 /// `None` (the defaults), a dict, or the path of a TOML file.
@@ -109,14 +109,14 @@ fn value(object: &Bound<'_, PyAny>, key: &str, depth: usize) -> Result<toml::Val
 
 /// What `resolve_ops` needs to know of a configuration.
 #[pyfunction]
-#[pyo3(signature = (config=None, foreign=Vec::new()))]
+#[pyo3(signature = (config=None, foreign=None))]
 pub(crate) fn read_config<'py>(
     py: Python<'py>,
     config: Option<&Bound<'py, PyAny>>,
-    foreign: Vec<String>,
+    foreign: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     guard(py, || {
-        let config = read(config, &foreign)?;
+        let config = read(config, &args::texts(foreign, "foreign")?)?;
         let dict = PyDict::new(py);
         let source = match config.kernel_source {
             KernelSource::Lmcache => "lmcache",

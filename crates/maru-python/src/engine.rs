@@ -313,9 +313,14 @@ impl PyEngine {
     /// Opens the device and the mover that a configuration asks for: a dict with the keys of vLLM's
     /// `kv_connector_extra_config`, the path of a TOML file, or nothing for the defaults.
     #[new]
-    #[pyo3(signature = (config=None, *, foreign=Vec::new()))]
-    fn new(py: Python<'_>, config: Option<&Bound<'_, PyAny>>, foreign: Vec<String>) -> PyResult<Self> {
+    #[pyo3(signature = (config=None, *, foreign=None))]
+    fn new(
+        py: Python<'_>,
+        config: Option<&Bound<'_, PyAny>>,
+        foreign: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
         guard(py, || {
+            let foreign = args::texts(foreign, "foreign")?;
             let config: Config = crate::config::read(config, &foreign)?;
             let engine = detached(py, move || {
                 let cuda = maru_kernel_cuda::device_count().is_ok();

@@ -186,8 +186,10 @@ impl PyChunkKeys {
     }
 
     /// The 32-byte key of the next chunk.
-    fn chunk<'py>(&self, py: Python<'py>, tokens: Vec<u32>) -> Bound<'py, PyBytes> {
-        let key = lock(&self.0).chunk(&tokens);
-        PyBytes::new(py, &key.0)
+    fn chunk<'py>(&self, py: Python<'py>, tokens: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+        guard(py, || {
+            let tokens: Vec<u32> = args::numbers(tokens, "tokens")?;
+            Ok(PyBytes::new(py, &lock(&self.0).chunk(&tokens).0))
+        })
     }
 }

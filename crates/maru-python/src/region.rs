@@ -9,6 +9,7 @@ use maru_cxl::{
 };
 use maru_layout::DType;
 use maru_transfer::Place;
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
@@ -273,9 +274,16 @@ impl PySlab {
 
     /// Copies bytes in at `offset`.
     #[pyo3(signature = (data, offset=None))]
-    fn write(&self, py: Python<'_>, data: Vec<u8>, offset: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn write(
+        &self,
+        py: Python<'_>,
+        data: &Bound<'_, PyAny>,
+        offset: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         guard(py, || {
             let offset = offset.map_or(Ok(0), |o| args::count(o, "offset"))?;
+            let found = || format!("data is {}, bytes are needed", args::a(&args::type_name(data)));
+            let data = PyBuffer::<u8>::get(data).map_err(|_| Fault::wrong_type(found()))?.to_vec(py)?;
             Ok(detached(py, || Ok(self.slab.write_at(offset, &data)?))?)
         })
     }

@@ -2,19 +2,15 @@
 
 use maru_layout::SlotMapping;
 use maru_transfer::Place;
-use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyRange, PyTuple};
 
-use crate::args::{a, type_name};
+use crate::args::{a, numbers, type_name};
 use crate::driver;
 use crate::dtype::Element;
-use crate::errors::{Error, Fault, Result, detached};
+use crate::errors::{Fault, Result, detached};
 use crate::memory::{mapped, with_context};
 use crate::tensor::Tensor;
-
-/// Longest sequence that is read number by number; a range can be longer than any memory.
-const MOST: usize = 1 << 26;
 
 /// A list as it came: values on the host, or a tensor in device memory.
 pub(crate) enum Words {
@@ -98,28 +94,14 @@ impl Words {
 }
 
 fn sequence(object: &Bound<'_, PyAny>, name: &str) -> Result<Words> {
-    let needed = || {
-        Error::from(Fault::wrong_type(format!(
-            "{name} is {}, an int64 tensor or a list of ints is needed",
-            a(&type_name(object))
-        )))
-    };
     if object.is_none() || object.is_instance_of::<PyDict>() {
-        return Err(needed());
+        let found = a(&type_name(object));
+        return Err(Fault::wrong_type(format!(
+            "{name} is {found}, an int64 tensor or a list of ints is needed"
+        ))
+        .into());
     }
-    let len = object.len().unwrap_or(0);
-    if len > MOST {
-        return Err(
-            Fault::value(format!("{name} has {len} numbers; allowed: up to {MOST}, or an array")).into()
-        );
-    }
-    match object.extract::<Vec<i64>>() {
-        Ok(words) => Ok(Words::Host(words)),
-        Err(e) if e.is_instance_of::<PyOverflowError>(object.py()) => {
-            Err(Fault::overflow(format!("{name} holds a number beyond 64 bits")).into())
-        }
-        Err(_) => Err(needed()),
-    }
+    Ok(Words::Host(numbers(object, name)?))
 }
 
 /// Copies a host tensor's numbers out, whatever its stride.

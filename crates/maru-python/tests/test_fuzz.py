@@ -54,7 +54,7 @@ ODD = [
     np.zeros(()), np.zeros(0), np.zeros((0, 3)), np.zeros(3, np.int64), np.zeros((2, 2, 2, 2), np.uint16),
     np.zeros((2,) * 12, np.uint8), np.array(["a"]), np.array([object()]), np.zeros(3, "M8[s]"), np.zeros(3, ">i8"),
     np.broadcast_to(np.zeros(1, np.uint16), (2, 3, 4, 5)), np.zeros((4, 4), np.uint16)[::-1], np.float32(1), np.int64(-5),
-    Lies(), Lies(ptr=4096), Lies(ptr=FREED_AT), Lies(ptr=2**64 - 8), Lies(ptr=-1), Lies(ptr="x"), Lies(shape=None),
+    Lies(), Lies(ptr=4096), Lies(ptr=FREED_AT), Lies(ptr=2**64 - 8), Lies(ptr=-1), Lies(ptr="x"), Lies(shape=None), Lies(shape=range(2**40)),
     Lies(shape=(2**62, 2**62), stride=(1, 1)), Lies(shape=(-1,)), Lies(stride=(1, 1)), Lies(stride=None), Lies(size=0),
     Lies(device="cuda:0", ptr=4096), Lies(device=None), Lies(dtype="torch.complex64", size="x"), Lies(dtype=None),
     Lies(shape=(2, 3, 8, 12), stride=(288, 96, 12, 1), dtype="torch.bfloat16", size=2, ptr=FREED_AT),
@@ -129,6 +129,7 @@ def calls():
         "slots_from_blocks": (m.slots_from_blocks, dict(blocks=[1, 2], block_size=4, start=0, stop=8)),
         "resolve_ops": (m.resolve_ops, dict(config={"maru_use_native_kernels": False}, formats=[], foreign=[])),
         "PageBufferShapeDesc": (m.PageBufferShapeDesc, dict(kv_size=2, nl=1)),
+        "ChunkKeys.chunk": (m.ChunkKeys("x", 1).chunk, dict(tokens=[1, 2, 3])),
         "ChunkKeys": (m.ChunkKeys, dict(namespace="x", fingerprint=1)),
     }, keep  # fmt: skip
 

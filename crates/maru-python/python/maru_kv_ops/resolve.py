@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from . import _native
+from ._errors import ArgumentTypeError
 
 logger = logging.getLogger("maru_kv_ops")
 
@@ -62,10 +63,11 @@ def resolve_ops(
 
     A configuration that is wrong is an error; whatever is wrong with an installed LMCache is not.
     """
-    settings = _native.read_config(None if config is None else dict(config), list(foreign))
+    wanted = _names(formats)
+    settings = _native.read_config(config, foreign)
     for warning in settings["warnings"]:
         logger.warning("%s", warning)
-    ops, why = _choose(settings, tuple(formats))
+    ops, why = _choose(settings, wanted)
     if ops is None:
         if settings["enable_fused_load"]:
             logger.warning("maru_enable_fused_load needs kernels and is disabled: %s", why)
@@ -73,6 +75,16 @@ def resolve_ops(
         return None
     logger.info("KV transfer kernels: %s (%s)", ops.source, why)
     return ops
+
+
+def _names(formats: Iterable[str]) -> tuple[str, ...]:
+    names: list[str] = []
+    # One at a time: the first that is no name ends it, however many are claimed.
+    for name in () if isinstance(formats, str) else formats:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"formats holds {name!r}; names of EngineKVFormat members are needed", "wrong_type")
+        names.append(name)
+    return (formats,) if isinstance(formats, str) else tuple(names)
 
 
 def _choose(settings: dict[str, Any], formats: tuple[str, ...]) -> tuple[Ops | None, str]:

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::Tensor;
+use crate::args;
 use crate::driver;
 use crate::dtype::{self, Element};
 use crate::errors::{Fault, Result};
@@ -25,7 +26,7 @@ pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tenso
     let item = |key: &str| -> Result<Option<Bound<'_, PyAny>>> {
         Ok(interface.get_item(key)?.filter(|value| !value.is_none()))
     };
-    let shape = item("shape")?.and_then(|s| s.extract::<Vec<i64>>().ok()).ok_or_else(|| bad("no shape"))?;
+    let shape = item("shape")?.and_then(|s| args::dims(&s)).ok_or_else(|| bad("no shape"))?;
     if shape.iter().any(|len| *len < 0) {
         return Err(bad("a negative length").into());
     }
@@ -37,7 +38,7 @@ pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tenso
     let strides = match item("strides")? {
         None => contiguous(&shape),
         Some(strides) => {
-            let bytes = strides.extract::<Vec<i64>>().map_err(|_| bad("no list of strides"))?;
+            let bytes = args::dims(&strides).ok_or_else(|| bad("no list of strides"))?;
             if bytes.len() != shape.len() {
                 return Err(bad(&format!("{} strides for {} axes", bytes.len(), shape.len())).into());
             }

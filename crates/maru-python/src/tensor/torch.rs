@@ -22,13 +22,11 @@ pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tenso
     let addr =
         addr.extract::<u64>().map_err(|_| Fault::wrong_type(format!("{name}.data_ptr() is no address")))?;
     let shape = object.getattr(intern!(py, "shape"))?;
-    let shape = shape
-        .extract::<Vec<i64>>()
-        .map_err(|_| Fault::wrong_type(format!("{name}.shape is no list of ints")))?;
+    let shape =
+        args::dims(&shape).ok_or_else(|| Fault::wrong_type(format!("{name}.shape is no list of ints")))?;
     let strides = object.call_method0(intern!(py, "stride"))?;
-    let strides = strides
-        .extract::<Vec<i64>>()
-        .map_err(|_| Fault::wrong_type(format!("{name}.stride() is no list of ints")))?;
+    let strides = args::dims(&strides)
+        .ok_or_else(|| Fault::wrong_type(format!("{name}.stride() is no list of ints")))?;
     if shape.len() != strides.len() {
         let message = format!("{name} has {} axes and {} strides", shape.len(), strides.len());
         return Err(Fault::wrong_type(message).into());
