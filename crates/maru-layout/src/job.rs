@@ -38,8 +38,8 @@ pub struct JobRequest {
     pub skip_tokens: u64,
     /// Whether fewer slots than the slab has tokens may be given.
     pub partial: bool,
-    /// `(first, count)` of the cache's layers; `None` = all. A slab of all layers is addressed at the same
-    /// layers, a layerwise object (one layer) takes exactly one.
+    /// `(first, count)` of the cache's layers; `None` = all, a count of 0 moves nothing. A slab of all layers is
+    /// addressed at the same layers, a layerwise object (one layer) takes exactly one.
     pub layers: Option<(u32, u32)>,
 }
 
@@ -111,11 +111,11 @@ impl CopyJob {
         }
         let (slots, moved) = match request.slots {
             SlotMapping::Device { addr, len } => {
-                if !addr.is_multiple_of(8) && len > 0 {
+                if (addr == 0 || !addr.is_multiple_of(8)) && len > 0 {
                     return Err(LayoutError::OutOfRange {
                         what: "address of the slot list",
                         found: i128::from(addr),
-                        allowed: "a multiple of 8".into(),
+                        allowed: "a multiple of 8, not 0".into(),
                     });
                 }
                 if len.checked_mul(8).and_then(|bytes| addr.checked_add(bytes)).is_none() {
@@ -224,7 +224,7 @@ impl CopyJob {
 
     /// Whether nothing is to be moved. Device slots count as something unless all are skipped.
     pub fn is_empty(&self) -> bool {
-        self.moved.unwrap_or(self.tokens - self.skip) == 0
+        self.layer_count == 0 || self.moved.unwrap_or(self.tokens - self.skip) == 0
     }
 
     /// Bytes moved one way; with device slots as if none was −1.
@@ -252,7 +252,10 @@ fn layer_range(plan: &CopyPlan, wanted: Option<(u32, u32)>) -> Result<(u32, u32)
         allowed: format!("1 to {}", u32::MAX),
     })?;
     let (first, count) = wanted.unwrap_or((0, layers));
-    if count == 0 || u64::from(first) + u64::from(count) > u64::from(layers) {
+    if count == 0 && first <= layers {
+        return Ok((0, 0));
+    }
+    if u64::from(first) + u64::from(count) > u64::from(layers) {
         return Err(LayoutError::LayerRange { first, count, layers });
     }
     let in_slab = plan.slab().layers();

@@ -306,11 +306,23 @@ fn a_layer_range_moves_the_slab_along() {
     assert_eq!(job.base(1, 1), 0x18000 + 512);
     assert_eq!((job.base(2, 0), job.base(0, 2)), (0, 0), "planes that are not there");
     assert_eq!(job.bytes(), 2 * 32 * 2 * 2);
-    for (first, count) in [(0, 0), (3, 1), (0, 4), (2, 2), (u32::MAX, 1), (1, u32::MAX)] {
+    for (first, count) in [(4, 0), (3, 1), (0, 4), (2, 2), (u32::MAX, 1), (1, u32::MAX)] {
         request.layers = Some((first, count));
         let found = CopyJob::new(plan.clone(), request.clone());
         let end = u64::from(first) + u64::from(count);
         assert_error(found, "invalid_argument", &[&format!("{first}..{end}"), "3 layers"]);
+    }
+}
+
+#[test]
+fn no_layers_are_no_work() {
+    let plan = plan(2);
+    let mut request = request(Direction::Gather, &plan, &[1, 2]);
+    for first in [0, 1, 3] {
+        request.layers = Some((first, 0));
+        let job = CopyJob::new(plan.clone(), request.clone()).unwrap();
+        assert!(job.is_empty());
+        assert_eq!((job.bytes(), job.layer_count(), job.single_layers().count()), (0, 0, 0));
     }
 }
 
@@ -371,6 +383,7 @@ fn device_slots_are_bounds_for_the_kernel() {
     for (addr, len, part) in [
         (u64::MAX - 63, 8, "address"),
         (4100, 8, "multiple of 8"),
+        (0, 8, "not 0"),
         (4096, 9, "9 slots"),
         (4096, 7, "7 slots"),
     ] {
