@@ -6,6 +6,9 @@ use maru_layout::{CacheSpec, PagedLayout, SlabLayout, TensorDesc, planes_overlap
 
 use crate::{Place, TransferError};
 
+/// Most layers of a cache. A tensor with more has another axis in that place.
+const MOST_LAYERS: u64 = 1 << 20;
+
 /// One registered tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheTensor {
@@ -83,15 +86,18 @@ impl PagedCache {
         let layout = PagedLayout::detect(&first.desc, &spec)?;
         for (i, tensor) in list.iter().enumerate() {
             let layer = i % per_tensor.max(1);
-            agree(layer, &tensor.desc, &first.desc)?;
+            agree(layer, i >= per_tensor, &tensor.desc, &first.desc)?;
             in_bounds(layer, tensor, layout.span_bytes())?;
         }
         if layout.layers() > 1 && !matches!(tensors, Tensors::CrossLayer(_)) {
-            let found = list.len();
-            let layers = layout.layers();
-            let what = "layers inside a per-layer tensor";
-            let paged = u64::try_from(found).unwrap_or(u64::MAX);
-            return Err(maru_layout::LayoutError::Disagree { what, paged, slab: layers }.into());
+            let own = layout.layers();
+            return Err(maru_layout::LayoutError::Mismatch {
+                shape: first.desc.shape().to_vec(),
+                reasons: vec![format!(
+                    "each tensor of a list is one layer, this one has {own}; register it alone, as one tensor of all layers"
+                )],
+            }
+            .into());
         }
         let layers = match tensors {
             Tensors::CrossLayer(_) => layout.layers(),
@@ -101,8 +107,15 @@ impl PagedCache {
         if let Some(expected) = num_layers.filter(|n| *n != found) {
             return Err(TransferError::LayerCount { found, expected });
         }
+        if layers > MOST_LAYERS {
+            let (found, allowed) = (i128::from(layers), format!("1 to {MOST_LAYERS}"));
+            return Err(maru_layout::LayoutError::OutOfRange { what: "layers", found, allowed }.into());
+        }
         let (planes, bases) = plane_bases(&layout, &list, layers, split)?;
-        if let Some((a, b)) = planes_overlap(&layout, &bases) {
+        // The planes of one tensor were shown to be apart when it was read.
+        if list.len() > 1
+            && let Some((a, b)) = planes_overlap(&layout, &bases)
+        {
             let name = |i: usize| plane_name(i, layers);
             return Err(TransferError::SharedPlanes { first: name(a), second: name(b) });
         }
@@ -156,14 +169,19 @@ impl PagedCache {
     }
 }
 
-fn agree(layer: usize, found: &TensorDesc, first: &TensorDesc) -> Result<(), TransferError> {
-    let differs = |what, found: String, first: String| match found == first {
-        true => Ok(()),
-        false => Err(TransferError::LayerDiffers { layer, what, found, first }),
+/// `v`: the tensor is of the V list, which is compared with the first of the K list.
+fn agree(layer: usize, v: bool, found: &TensorDesc, first: &TensorDesc) -> Result<(), TransferError> {
+    let differs = |what: [&'static str; 2], found: String, first: String| match (found == first, v) {
+        (true, _) => Ok(()),
+        (false, false) => Err(TransferError::LayerDiffers { layer, what: what[0], found, first }),
+        (false, true) => {
+            let first = format!("K {} {first}", what[0]);
+            Err(TransferError::LayerDiffers { layer, what: what[1], found, first })
+        }
     };
-    differs("dtype", found.dtype().to_string(), first.dtype().to_string())?;
-    differs("shape", format!("{:?}", found.shape()), format!("{:?}", first.shape()))?;
-    differs("strides", format!("{:?}", found.strides()), format!("{:?}", first.strides()))
+    differs(["dtype", "V dtype"], found.dtype().to_string(), first.dtype().to_string())?;
+    differs(["shape", "V shape"], format!("{:?}", found.shape()), format!("{:?}", first.shape()))?;
+    differs(["strides", "V strides"], format!("{:?}", found.strides()), format!("{:?}", first.strides()))
 }
 
 fn in_bounds(layer: usize, tensor: &CacheTensor, needed: u64) -> Result<(), TransferError> {

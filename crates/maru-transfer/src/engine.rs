@@ -75,7 +75,8 @@ impl TransferEngine {
         self.0.mover.name()
     }
 
-    /// Chooses the mover of a cache and prepares its plan for slabs of `kv_chunk_tokens` tokens.
+    /// Chooses the mover of a cache and prepares its plan for slabs of `kv_chunk_tokens` tokens. Under `auto` a
+    /// cache that the kernel cannot take (counts beyond 32 bits) goes to the fallback, with a warning.
     ///
     /// # Errors
     /// [`TransferError::WrongPlace`] for a cache in other memory, and what the mover refuses.
@@ -83,10 +84,16 @@ impl TransferEngine {
         if cache.place() != self.0.place {
             return Err(TransferError::WrongPlace { found: cache.place(), expected: self.0.place });
         }
-        let mover = Mover::of(&self.0.mover, &cache)?;
         let second = self.0.second.as_ref().map(|second| Mover::of(second, &cache)).transpose()?;
+        let (mover, second) = match (Mover::of(&self.0.mover, &cache), second) {
+            (Err(error), Some(second)) if error.kind() == "not_available" => {
+                tracing::warn!(backend = second.backend.name(), %error, "the cache takes another mover");
+                (second, None)
+            }
+            (mover, second) => (mover?, second),
+        };
         tracing::info!(
-            backend = self.0.mover.name(),
+            backend = mover.backend.name(),
             place = %self.0.place,
             layers = cache.layers(),
             planes = cache.planes(),
