@@ -118,7 +118,13 @@ fn positive(dir: &Path, attribute: &'static str, path: &Path) -> Result<u64, Cxl
     }
 }
 
-fn bad(dir: &Path, what: &'static str, found: String, expected: &'static str) -> CxlError {
+/// Of a text that is no number the beginning is enough.
+fn bad(dir: &Path, what: &'static str, mut found: String, expected: &'static str) -> CxlError {
+    const MOST: usize = 64;
+    if let Some((end, _)) = found.char_indices().nth(MOST) {
+        found.truncate(end);
+        found.push('…');
+    }
     CxlError::BadAttribute { source_path: dir.join(what), what, found, expected }
 }
 
