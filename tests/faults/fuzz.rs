@@ -22,22 +22,32 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{Config as Budget, TestCaseResult, TestError, TestRunner};
 
-use crate::{Test, plain};
+use crate::harness::Test;
 
 pub(crate) fn tests() -> Vec<Test> {
-    vec![
-        plain("fuzz_detection", || campaign("detection", &tensors(), detect)),
-        plain("fuzz_plan_and_job", || campaign("plan and job", &jobs(), job)),
-        plain("fuzz_configuration", || campaign("configuration", &configurations(), configuration)),
-        plain("fuzz_device_bytes", || {
-            let pool = Bytes::new();
-            campaign("device header and directory", &edits(), |e| pool.opened(&e))
-        }),
-        plain("fuzz_sysfs", || {
-            let sysfs = Sysfs::new();
-            campaign("sysfs", &attributes(), |a| sysfs.opened(&a))
-        }),
-    ]
+    tests![plain: fuzz_detection, fuzz_plan_and_job, fuzz_configuration, fuzz_device_bytes, fuzz_sysfs;]
+}
+
+fn fuzz_detection() {
+    campaign("detection", &tensors(), detect);
+}
+
+fn fuzz_plan_and_job() {
+    campaign("plan and job", &jobs(), job);
+}
+
+fn fuzz_configuration() {
+    campaign("configuration", &configurations(), configuration);
+}
+
+fn fuzz_device_bytes() {
+    let pool = Bytes::new();
+    campaign("device header and directory", &edits(), |edit| pool.opened(&edit));
+}
+
+fn fuzz_sysfs() {
+    let sysfs = Sysfs::new();
+    campaign("sysfs", &attributes(), |texts| sysfs.opened(&texts));
 }
 
 thread_local! {

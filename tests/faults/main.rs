@@ -6,29 +6,40 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests of small sizes")]
 #![allow(clippy::cast_sign_loss, clippy::cast_possible_wrap, reason = "tests of small sizes")]
 
+#[macro_use]
+mod harness;
+#[path = "../conformance/memory.rs"]
+mod memory;
+mod rig;
+
+mod axes;
+mod config;
+mod contexts;
+mod devices;
 mod fuzz;
-
-use libtest_mimic::{Arguments, Trial};
-
-/// A named test.
-pub(crate) struct Test {
-    name: String,
-    run: Box<dyn FnOnce() + Send>,
-}
-
-/// A test that needs no device.
-pub(crate) fn plain(name: &str, run: impl FnOnce() + Send + 'static) -> Test {
-    Test { name: name.to_owned(), run: Box::new(run) }
-}
+mod layers;
+mod order;
+mod registration;
+mod sizes;
+mod slots;
+mod types;
 
 fn main() {
-    let args = Arguments::from_args();
-    let mut trials = Vec::new();
-    for test in [fuzz::tests()].into_iter().flatten() {
-        trials.push(Trial::test(test.name, move || {
-            (test.run)();
-            Ok(())
-        }));
-    }
-    libtest_mimic::run(&args, trials).exit();
+    harness::run(
+        [
+            axes::tests(),
+            config::tests(),
+            contexts::tests(),
+            devices::tests(),
+            fuzz::tests(),
+            layers::tests(),
+            order::tests(),
+            registration::tests(),
+            sizes::tests(),
+            slots::tests(),
+            types::tests(),
+        ]
+        .into_iter()
+        .flatten(),
+    );
 }
