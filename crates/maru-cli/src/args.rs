@@ -33,6 +33,10 @@ pub(crate) enum Command {
     P2p(P2pArgs),
     /// Explain what detection reads from a tensor's shape and strides.
     Layout(LayoutArgs),
+    /// Time backends and strategies on model shapes and layouts beside one flat copy of the same bytes.
+    Bench(BenchArgs),
+    /// Check every layout, mover and direction on this machine byte by byte, for new hardware.
+    Verify(VerifyArgs),
     /// Look at this machine: what will not work or be slow, and what to do about it.
     Doctor(DoctorArgs),
     /// Look at configuration files.
@@ -157,6 +161,69 @@ pub(crate) struct LayoutArgs {
     /// Bytes from a 16-byte border to the tensor's first element; decides how wide accesses can be.
     #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     pub(crate) base_offset: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Rounds are interleaved: in each one the flat copy and every mover run once, in turn. Times are \
+                        medians over the rounds, ratios are medians of (time of the flat copy / time of the mover) \
+                        within a round. Every mover is checked byte by byte before it is timed.\n\
+                        Exit status: 0 timed, 1 a byte was wrong, 2 bad input."
+)]
+pub(crate) struct BenchArgs {
+    /// Model shape: a built-in profile's name or the path of a .toml file; can be given several times
+    /// [default: llama-3.1-8b].
+    #[arg(long, value_name = "NAME")]
+    pub(crate) profile: Vec<String>,
+    /// Layout of the paged cache, as `maru verify` names them; can be given several times [default: the usual
+    /// ones].
+    #[arg(long, value_name = "NAME")]
+    pub(crate) layout: Vec<String>,
+    /// Tokens moved at once, in slabs of 256.
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "16,256,1024",
+          value_parser = |text: &str| within(text, 1, 1 << 20))]
+    pub(crate) tokens: Vec<u64>,
+    /// Where the paged caches live: host or cuda:N [default: the host and every GPU].
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device: Option<String>,
+    /// Only this backend: native or fallback [default: both].
+    #[arg(long, value_name = "BACKEND")]
+    pub(crate) backend: Option<String>,
+    /// Rounds of each measurement [default: as many as take half a second, at least 5].
+    #[arg(long, value_name = "N", value_parser = |text: &str| within(text, 1, 1_000_000))]
+    pub(crate) rounds: Option<u64>,
+    /// Write the numbers there.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) csv: Option<PathBuf>,
+    /// Draw bars of GB/s there.
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+    /// Spoil a byte after each transfer that is checked: shows that differences are found.
+    #[arg(long, hide = true)]
+    pub(crate) test_fault: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Every trial moves random bytes and compares the whole memory of both sides with a naive mover \
+                        that copies byte by byte.\nExit status: 0 no byte differs, 1 some do, 2 bad input."
+)]
+pub(crate) struct VerifyArgs {
+    /// Only this layout; can be given several times [default: all].
+    #[arg(long, value_name = "NAME")]
+    pub(crate) layout: Vec<String>,
+    /// Where the paged caches live: host or cuda:N [default: the host and every GPU].
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device: Option<String>,
+    /// Only this backend: native or fallback [default: both].
+    #[arg(long, value_name = "BACKEND")]
+    pub(crate) backend: Option<String>,
+    /// Other random bytes and slots.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Spoil a byte after each transfer of this layout: shows that differences are found.
+    #[arg(long, value_name = "LAYOUT", hide = true)]
+    pub(crate) test_fault: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -4,7 +4,8 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, DriverError, result};
+use cudarc::driver::{CudaContext, DriverError, result, sys};
+use maru::cxl::Slab;
 
 use crate::error::CliError;
 
@@ -47,6 +48,26 @@ impl DeviceMemory {
         let addr = self.checked(offset, bytes.len())?;
         // SAFETY: the range lies inside this allocation, which is alive; the copy is done when the call returns.
         unsafe { result::memcpy_dtoh_sync(bytes, addr) }.map_err(|e| driver("reading device memory", e))
+    }
+
+    /// Copies the whole slab to (or from) the beginning of this memory with one asynchronous copy on the default
+    /// stream, and waits for it.
+    pub(crate) fn flat(&mut self, to_device: bool, slab: &Slab) -> Result<(), CliError> {
+        let len = usize::try_from(slab.len()).unwrap_or(usize::MAX);
+        let addr = self.checked(0, len)?;
+        let (host, stream) = (slab.addr().as_ptr(), std::ptr::null_mut());
+        let code = if to_device {
+            // SAFETY: both ranges hold `len` bytes and outlive the copy, which is waited for below.
+            unsafe { sys::cuMemcpyHtoDAsync_v2(addr, host.cast_const().cast(), len, stream) }
+        } else {
+            // SAFETY: as above.
+            unsafe { sys::cuMemcpyDtoHAsync_v2(host.cast(), addr, len, stream) }
+        };
+        let queued = code.result().map_err(|e| driver("queueing a copy", e));
+        // SAFETY: the default stream of the context that `checked` made current.
+        let done = unsafe { sys::cuStreamSynchronize(stream) }.result();
+        queued?;
+        done.map_err(|e| driver("waiting for a copy", e))
     }
 
     /// The address of a range that lies inside, with the context current.

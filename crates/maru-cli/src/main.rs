@@ -6,13 +6,21 @@
 #![deny(unsafe_code)]
 
 mod args;
+mod bench;
+mod check;
 mod config;
 mod device;
 mod doctor;
 mod error;
 mod layout;
+mod layouts;
+mod memory;
+mod movers;
 mod output;
 mod p2p;
+mod progress;
+mod rig;
+mod verify;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -36,6 +44,8 @@ fn run(command: Command, output: &Output) -> Result<Outcome, CliError> {
     match command {
         Command::P2p(args) => p2p::run(&args, output),
         Command::Layout(args) => layout::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Verify(args) => verify::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Config(args) => config::run(&args),
         Command::P2pChild => Err(p2p::run_child()),

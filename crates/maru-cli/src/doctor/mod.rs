@@ -11,7 +11,7 @@ mod pools;
 mod print;
 mod probe;
 mod rooms;
-mod system;
+pub(crate) mod system;
 
 use std::path::PathBuf;
 

@@ -31,7 +31,7 @@ pub(crate) fn lines(
     for finding in findings {
         let (word, good) = match finding.severity {
             Severity::Error => ("error", Some(false)),
-            Severity::Warning => ("slow", Some(false)),
+            Severity::Warning => ("warning", Some(false)),
             Severity::Note => ("note", None),
         };
         let text = format!("  {word}: {}", finding.what);

@@ -4,11 +4,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use maru::cxl::{
-    CreateOptions, CudaRegistrar, CxlError, DaxDevice, MapOptions, Mapping, Region, RegisterOptions, Uuid,
-};
+use maru::cxl::{CudaRegistrar, Region, RegisterOptions};
 use maru::kernel::{PagedCopyKernel, open_context};
 use serde::Serialize;
+
+use crate::memory::shared_file;
 
 /// Bytes that are registered for a moment.
 pub(crate) const PROBE_BYTES: u64 = 64 << 20;
@@ -76,7 +76,7 @@ pub(crate) fn registration(device: usize, shm: &Path, bytes: u64) -> Registratio
     if let Err(error) = maru_driver::require(NEEDED) {
         return failed("nothing", error.to_string());
     }
-    let (region, memory) = match mapped(shm, bytes) {
+    let (region, memory) = match shared_file(shm, bytes) {
         Ok(region) => (region, "tmpfs"),
         // What is tried then says less about pools, and the report names it.
         Err(_) => match Region::anonymous(bytes) {
@@ -99,13 +99,4 @@ pub(crate) fn registration(device: usize, shm: &Path, bytes: u64) -> Registratio
         }
         Err(error) => failed(memory, error.to_string()),
     }
-}
-
-/// A file that has no name any more when this returns.
-fn mapped(dir: &Path, bytes: u64) -> Result<Region, CxlError> {
-    let path = dir.join(format!("maru-doctor-{}-{}", std::process::id(), Uuid::random()?));
-    let device = DaxDevice::create_file(&path, bytes, CreateOptions::default())?;
-    let mapping = Mapping::map(&device, &MapOptions { prefault: true, ..MapOptions::default() });
-    device.remove_file()?;
-    Ok(Region::new(mapping?))
 }

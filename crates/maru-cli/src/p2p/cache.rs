@@ -2,22 +2,15 @@
 
 #![allow(unsafe_code)]
 
-use maru::cxl::{Region, Slab};
+use maru::cxl::Slab;
 use maru::layout::{SlabLayout, SlotMapping};
 use maru::transfer::{
-    CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine, TransferError, TransferRequest,
+    CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine, TransferRequest,
 };
 
-use crate::device::DeviceMemory;
 use crate::error::CliError;
+use crate::memory::Memory;
 use crate::p2p::shape::Shape;
-
-/// Where the bytes are.
-#[derive(Debug)]
-enum Memory {
-    Host(Slab),
-    Device(DeviceMemory),
-}
 
 /// A paged cache and its mover.
 #[derive(Debug)]
@@ -40,24 +33,8 @@ impl Cache {
     /// Allocates a cache where the engine wants it and registers it.
     pub(crate) fn new(engine: TransferEngine, shape: &Shape) -> Result<Self, CliError> {
         let place = engine.place();
-        let (memory, base) = match place {
-            Place::Host => {
-                let slab = Region::anonymous(shape.bytes())?.slab(0, shape.bytes())?;
-                let base = slab.addr().as_ptr().expose_provenance() as u64;
-                (Memory::Host(slab), base)
-            }
-            Place::Cuda(device) => {
-                let memory = DeviceMemory::new(device, shape.bytes())?;
-                let base = memory.addr();
-                (Memory::Device(memory), base)
-            }
-            other => {
-                return Err(CliError::Transfer(TransferError::NotAvailable {
-                    what: format!("a paged cache on {other}"),
-                    reason: "this command has caches in host memory and on CUDA devices".to_owned(),
-                }));
-            }
-        };
+        let memory = Memory::new(place, shape.bytes())?;
+        let base = memory.addr();
         let desc = shape.tensor()?;
         let len = shape.num_blocks * shape.block_bytes;
         let tensor = |layer| CacheTensor { addr: base + layer * shape.layer_stride, len, desc: desc.clone() };
@@ -75,18 +52,12 @@ impl Cache {
 
     /// Copies bytes into the cache.
     pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), CliError> {
-        match &mut self.memory {
-            Memory::Host(slab) => Ok(slab.write_at(offset, bytes)?),
-            Memory::Device(memory) => memory.write(offset, bytes),
-        }
+        self.memory.write(offset, bytes)
     }
 
     /// Copies bytes out of the cache.
     pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), CliError> {
-        match &self.memory {
-            Memory::Host(slab) => Ok(slab.read_at(offset, bytes)?),
-            Memory::Device(memory) => memory.read(offset, bytes),
-        }
+        self.memory.read(offset, bytes)
     }
 
     /// The slab of `tokens` tokens of this cache.

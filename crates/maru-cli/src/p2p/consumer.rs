@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use maru::Place;
 use maru::cxl::{CxlError, Published, SlabPool};
 use maru::transfer::config::ChecksumKind;
 use maru::transfer::{ChunkKey, TransferEngine};
@@ -21,7 +20,7 @@ use crate::p2p::protocol::{Loaded, Phase, Reporter};
 pub(crate) fn run(job: &Job, reporter: &Arc<Reporter>) -> Result<Loaded, CliError> {
     let plan = Plan::new(job, content::random_seed())?;
     let engine = TransferEngine::open(&plan.config)?;
-    let mut cache = Cache::new(engine, &plan.shape)?;
+    let mut cache = Cache::new(engine.clone(), &plan.shape)?;
     let keys = plan.keys(&cache)?;
     let image = Image::new(&plan.shape, &plan.prompt, &plan.blocks, content::random_seed());
     for layer in 0..plan.shape.layers {
@@ -30,7 +29,7 @@ pub(crate) fn run(job: &Job, reporter: &Arc<Reporter>) -> Result<Loaded, CliErro
     }
 
     let chunks = keys.len() as u64;
-    let found = find(job, &plan, &keys, cache.place(), reporter)?;
+    let found = find(job, &engine, &keys, reporter)?;
     let mut loaded = Loaded {
         found: found.len() as u64,
         chunks,
@@ -94,9 +93,8 @@ fn check(
 /// Returns the leading chunks that were found.
 fn find(
     job: &Job,
-    plan: &Plan,
+    engine: &TransferEngine,
     keys: &[ChunkKey],
-    place: Place,
     reporter: &Arc<Reporter>,
 ) -> Result<Vec<Published>, CliError> {
     let mut most = 0;
@@ -104,8 +102,8 @@ fn find(
     let mut pause = Duration::from_millis(5);
     loop {
         // The pool is opened anew each time: whoever makes it may replace it.
-        let outcome = pool::open_for_reading(job, &plan.config, false, place, |_, _| {})
-            .and_then(|pool| lookup(&pool, keys));
+        let outcome =
+            pool::open_for_reading(engine, job, false, |_, _| {}).and_then(|pool| lookup(&pool, keys));
         let waited = since.elapsed() >= job.timeout() || !job.wait;
         match outcome {
             Ok(found) if found.len() == keys.len() => break,
@@ -131,8 +129,7 @@ fn find(
     // Once more with every page present, so that the transfers are timed and not the page faults.
     let mapping = Arc::clone(reporter);
     let mapped = move |done, total| mapping.progress(Phase::Mapping, done, total);
-    let pool = pool::open_for_reading(job, &plan.config, plan.config.cxl.prefault, place, mapped)?;
-    let pool = pool::registered(pool, &plan.config, place)?;
+    let pool = pool::open_for_reading(engine, job, true, mapped)?;
     lookup(&pool, keys)
 }
 

@@ -7,13 +7,12 @@
 mod cache;
 mod child;
 mod consumer;
-mod content;
+pub(crate) mod content;
 mod image;
-mod job;
+pub(crate) mod job;
 mod parent;
 mod pool;
 mod producer;
-mod progress;
 mod protocol;
 mod report;
 mod shape;

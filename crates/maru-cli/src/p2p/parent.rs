@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::error::CliError;
 use crate::p2p::job::{Job, Role};
-use crate::p2p::progress::Progress;
 use crate::p2p::protocol::{Event, Loaded, Order, Stored};
 use crate::p2p::signals;
+use crate::progress::Progress;
 
 /// What reaches the parent.
 #[derive(Debug)]
@@ -104,7 +104,8 @@ impl Watch {
                     if sides.first().is_some_and(|s| s.role == role) {
                         heard = Instant::now();
                     }
-                    self.progress.show(&format!("{}: ", name_of(role)), phase, done, total);
+                    let doing = format!("{}: {}", name_of(role), phase.words());
+                    self.progress.show(doing, done, total);
                 }
                 Message::Event(_, event) => {
                     if let Some(value) = wanted(event) {

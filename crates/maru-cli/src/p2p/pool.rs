@@ -3,13 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use maru::Config;
 use maru::Place;
-use maru::cxl::{
-    Coherence, CreateOptions, CudaRegistrar, CxlError, DaxDevice, MapOptions, Mapping, OpenOptions,
-    PoolOptions, Region, SlabPool, Uuid,
-};
-use maru::transfer::config::CoherenceKind;
+use maru::cxl::{CreateOptions, CxlError, DaxDevice, SlabPool, Uuid};
+use maru::transfer::config::PoolConfig;
+use maru::transfer::{TransferEngine, TransferError};
 
 use crate::error::CliError;
 use crate::p2p::job::Job;
@@ -82,28 +79,31 @@ impl From<DaxDevice> for OwnFile {
     }
 }
 
-/// Maps the pool for the producer and opens it for writing; makes one where the memory is blank.
+/// Opens the producer's pool for writing; makes one where the memory is blank.
 pub(crate) fn open_for_writing(
+    engine: &TransferEngine,
     device: &DaxDevice,
     job: &Job,
-    config: &Config,
     slab_bytes: u64,
-    place: Place,
     progress: impl Fn(u64, u64) + Send + Sync + 'static,
 ) -> Result<SlabPool, CliError> {
-    let region = map(device, job, config, false, config.cxl.prefault, progress)?;
-    let coherence = coherence(config);
-    let create = PoolOptions { slab_bytes, entries: 0, force: job.force, coherence };
-    if job.fresh || job.force {
-        return registered(SlabPool::create(region, create)?, config, place);
-    }
-    let open = OpenOptions { writable: true, force: false, coherence };
-    let pool = match SlabPool::open(region.clone(), open) {
-        Ok(pool) => pool,
-        // Blank memory becomes a pool; anything else that is none is refused there, with the reason.
-        Err(CxlError::NotAPool { .. }) => SlabPool::create(region, create)?,
-        Err(error) => return Err(error.into()),
+    let window = window(job);
+    let mut access = engine.pool_access();
+    access.progress = Some(Arc::new(progress));
+    let blank = || {
+        let mut look = engine.pool_access();
+        (look.read_only, look.prefault, look.register) = (true, false, false);
+        match engine.open_pool_on(device, &window, false, &look).map_err(plain) {
+            Ok(_) => Ok(false),
+            Err(CliError::Cxl(CxlError::NotAPool { .. })) => Ok(true),
+            Err(error) => Err(error),
+        }
     };
+    if job.fresh || job.force || blank()? {
+        // Blank memory becomes a pool; anything else that is none is refused there, with the reason.
+        return engine.create_pool_on(device, &window, slab_bytes, job.force, &access).map_err(plain);
+    }
+    let pool = engine.open_pool_on(device, &window, true, &access).map_err(plain)?;
     let found = pool.slab_bytes();
     if found < slab_bytes {
         return Err(CliError::invalid(format!(
@@ -112,57 +112,36 @@ pub(crate) fn open_for_writing(
             job.pool.display()
         )));
     }
-    registered(pool, config, place)
-}
-
-/// Registers the pool with the device of the caches, if they are on one.
-pub(crate) fn registered(pool: SlabPool, config: &Config, place: Place) -> Result<SlabPool, CliError> {
-    if let (Place::Cuda(device), true) = (place, config.cxl.register) {
-        let registrar = CudaRegistrar::open(usize::try_from(device).unwrap_or(usize::MAX))?;
-        pool.register(Arc::new(registrar), config.cxl.register_piece, config.cxl.require_registration)?;
-    }
     Ok(pool)
 }
 
-/// Maps the pool for the consumer, which cannot change it (where its device can work so).
+/// Opens the consumer's pool, which it cannot change (where its device can work so). Only a pool that is to be
+/// `used`, and not just looked into, is prefaulted and registered.
 pub(crate) fn open_for_reading(
+    engine: &TransferEngine,
     job: &Job,
-    config: &Config,
-    prefault: bool,
-    place: Place,
+    used: bool,
     progress: impl Fn(u64, u64) + Send + Sync + 'static,
 ) -> Result<SlabPool, CliError> {
     let device = DaxDevice::open(&job.pool)?;
+    let mut access = engine.pool_access();
     // Not every driver registers memory that is mapped for reading only.
-    let read_only = place == Place::Host;
-    let region = map(&device, job, config, read_only, prefault, progress)?;
-    let open = OpenOptions { writable: false, force: false, coherence: coherence(config) };
-    Ok(SlabPool::open(region, open)?)
+    access.read_only = engine.place() == Place::Host;
+    access.prefault &= used;
+    access.register &= used;
+    access.progress = Some(Arc::new(progress));
+    engine.open_pool_on(&device, &window(job), false, &access).map_err(plain)
 }
 
-fn map(
-    device: &DaxDevice,
-    job: &Job,
-    config: &Config,
-    read_only: bool,
-    prefault: bool,
-    progress: impl Fn(u64, u64) + Send + Sync + 'static,
-) -> Result<Region, CliError> {
-    let options = MapOptions {
-        offset: job.offset,
-        len: job.size,
-        prefault,
-        prefault_threads: usize::try_from(config.cxl.prefault_threads).unwrap_or(0),
-        progress: Some(Arc::new(progress)),
-        read_only,
-    };
-    Ok(Region::new(Mapping::map(device, &options)?))
+fn window(job: &Job) -> PoolConfig {
+    PoolConfig::new(&job.pool).with_offset(job.offset).with_size(job.size)
 }
 
-fn coherence(config: &Config) -> Coherence {
-    match config.cxl.coherence {
-        CoherenceKind::Flush => Coherence::Flush,
-        _ => Coherence::None,
+/// Errors of memory and pools as what they are, for those who look at them.
+fn plain(error: TransferError) -> CliError {
+    match error {
+        TransferError::Cxl(error) => CliError::Cxl(error),
+        other => CliError::Transfer(other),
     }
 }
 

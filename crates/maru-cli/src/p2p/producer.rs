@@ -32,8 +32,7 @@ impl Producer {
 
         let mapping = Arc::clone(reporter);
         let mapped = move |done, total| mapping.progress(Phase::Mapping, done, total);
-        let pool =
-            pool::open_for_writing(device, job, &plan.config, plan.slab_bytes(), cache.place(), mapped)?;
+        let pool = pool::open_for_writing(&engine, device, job, plan.slab_bytes(), mapped)?;
         make_room(&pool, &keys, job)?;
 
         let image = Image::new(&plan.shape, &plan.prompt, &plan.blocks, content::random_seed());

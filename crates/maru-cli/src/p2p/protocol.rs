@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::CliError;
 use crate::p2p::image::Difference;
 use crate::p2p::job::Job;
-use crate::p2p::progress::Progress;
+use crate::progress::Progress;
 
 /// Parent to child.
 #[derive(Debug, Serialize, Deserialize)]
@@ -140,7 +140,7 @@ impl Reporter {
         }
         *last = Some(now);
         match &self.bar {
-            Some(bar) => bar.show("", phase, done, total),
+            Some(bar) => bar.show(phase.words().to_owned(), done, total),
             // A parent that is gone is noticed at the other end of this process, by its stdin.
             None => {
                 let _ = send(&Event::Progress { phase, done, total });

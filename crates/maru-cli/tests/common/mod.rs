@@ -168,3 +168,38 @@ pub(crate) fn alive(pid: u32) -> bool {
         Err(_) => false,
     }
 }
+
+/// Runs the binary with a driver library of ours in the place where the real one would be found.
+pub(crate) struct Sim {
+    lib: TempDir,
+}
+
+impl Sim {
+    /// With the simulated driver; nothing (and the reason printed) where it could not be built.
+    pub(crate) fn new() -> Option<Self> {
+        let sim = Sim { lib: tempfile::tempdir().expect("a temporary directory") };
+        match maru_sim_driver::write_library(sim.lib.path(), &[]) {
+            Ok(_) => Some(sim),
+            Err(error) if std::env::var_os("MARU_REQUIRE_CXX").is_none() => {
+                println!("ignored: {error}");
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// As if there were no driver, on machines with a GPU too.
+    pub(crate) fn without_driver() -> Self {
+        let sim = Sim { lib: tempfile::tempdir().expect("a temporary directory") };
+        for name in ["libcuda.so", "libcuda.so.1"] {
+            std::fs::write(sim.lib.path().join(name), "no library").expect("write");
+        }
+        sim
+    }
+
+    pub(crate) fn maru(&self, arguments: &[&str], script: &str) -> Run {
+        let mut command = command(arguments);
+        command.env("LD_LIBRARY_PATH", self.lib.path()).env(maru_sim_driver::VARIABLE, script);
+        end(start(&mut command))
+    }
+}

@@ -5,8 +5,6 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::p2p::protocol::Phase;
-
 /// Work shorter than this shows no bar.
 const PATIENCE: Duration = Duration::from_secs(1);
 
@@ -31,8 +29,8 @@ impl Progress {
         Progress { bar, state: Mutex::new(State { started: Instant::now(), shown: false }) }
     }
 
-    /// `who` ("producer: " or nothing) is at `done` of `total`.
-    pub(crate) fn show(&self, who: &str, phase: Phase, done: u64, total: u64) {
+    /// What `message` says is at `done` of `total`.
+    pub(crate) fn show(&self, message: String, done: u64, total: u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !state.shown && state.started.elapsed() > PATIENCE {
             state.shown = true;
@@ -41,7 +39,7 @@ impl Progress {
         drop(state);
         self.bar.set_length(total.max(1));
         self.bar.set_position(done);
-        self.bar.set_message(format!("{who}{}", phase.words()));
+        self.bar.set_message(message);
     }
 }
 
