@@ -23,7 +23,7 @@ pub use engine::TransferEngine;
 pub use error::TransferError;
 pub use key::{ChunkKey, ChunkKeys};
 pub use place::Place;
-pub use pools::checksum;
+pub use pools::{PoolAccess, checksum};
 pub use registered::RegisteredCache;
 pub use request::TransferRequest;
 pub use stream::Stream;
