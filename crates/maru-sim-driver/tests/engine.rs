@@ -11,6 +11,7 @@ mod cases;
 use std::sync::Arc;
 
 use cases::{Cache, Dims, Images, ORDERS, Rng, compare, random_slots};
+use common::log::warnings;
 use common::{Device, Stream, context, current, unbind};
 use maru_cxl::{CudaRegistrar, Region, RegisterOptions, Slab};
 use maru_layout::{CacheSpec, DType, Direction, SlotMapping};
@@ -32,6 +33,8 @@ fn main() {
         a_region_outlives_its_transfer,
         every_call_of_a_submit_fails_once,
         a_lost_context_is_said_and_nothing_hangs,
+        a_lost_context_does_not_degrade_to_the_fallback,
+        an_engine_goes_with_a_lost_context_in_one_line,
         c17_two_engines_on_two_devices,
         c17_a_thread_without_a_context,
         c21_seventy_thousand_slots_and_none,
@@ -347,6 +350,41 @@ fn a_lost_context_is_said_and_nothing_hangs(session: &Session) {
         assert_eq!(error.kind(), "context_lost", "{error}");
     }
     session.poison(0, 0);
+}
+
+/// At every call of opening; the fallback cannot work there either.
+fn a_lost_context_does_not_degrade_to_the_fallback(session: &Session) {
+    let _context = context(0);
+    let mut auto = config(0, 24);
+    auto.transfer.backend = BackendChoice::Auto;
+    for function in ["cuModuleLoadData", "cuMemHostAlloc", "cuCtxGetStreamPriorityRange", "cuEventCreate"] {
+        for backend in [BackendChoice::Auto, BackendChoice::Native] {
+            auto.transfer.backend = backend;
+            session.fail(function, 1, 700);
+            let error = TransferEngine::open(&auto).unwrap_err();
+            assert_eq!((error.kind(), session.faults_left()), ("context_lost", 0), "{function}: {error}");
+        }
+    }
+    session.poison(0, 719);
+    let error = TransferEngine::open(&auto).unwrap_err();
+    session.poison(0, 0);
+    assert_eq!(error.kind(), "context_lost", "{error}");
+    TransferEngine::open(&auto).unwrap();
+}
+
+fn an_engine_goes_with_a_lost_context_in_one_line(session: &Session) {
+    let _context = context(0);
+    let mut auto = config(0, 24);
+    auto.transfer.backend = BackendChoice::Auto;
+    let engine = TransferEngine::open(&auto).unwrap();
+    let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Gather);
+    // Through the fallback, so that both movers hold something.
+    engine.submit(&setup.request()).unwrap().wait().unwrap();
+    let Setup { registered, .. } = setup;
+    session.poison(0, 700);
+    let lines = warnings(|| drop((registered, engine)));
+    session.poison(0, 0);
+    assert_eq!(lines.len(), 1, "{lines:#?}");
 }
 
 fn c17_two_engines_on_two_devices(session: &Session) {

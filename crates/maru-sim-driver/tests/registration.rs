@@ -338,7 +338,7 @@ fn c17_a_thread_without_a_context(session: &Session) {
         let region = shared(MIB);
         region.register(registrar, required()).unwrap();
         drop(region);
-        // The handle went with the region, see the known one below.
+        assert_eq!(current(), 0);
     })
     .join()
     .unwrap();

@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex};
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUstream};
+use maru_driver::stream::OwnStream;
 use maru_driver::{Context, DriverError, Health, Tickets, check, stream as streams};
 use maru_layout::{CopyJob, JobSlots, Run};
 
@@ -119,7 +120,7 @@ struct Inner {
     bounce: Mutex<Option<Bounce>>,
     tickets: Tickets,
     /// Stands in for the legacy default stream, which takes no batches.
-    side: SideStream,
+    side: OwnStream,
     abilities: Abilities,
     /// What the driver has refused between host and device, and inside the device.
     refused: [Memory; 2],
@@ -139,7 +140,7 @@ impl DeviceMover {
         let context = Context::new(context);
         let current = context.enter()?;
         let abilities = Abilities::of(context.get(), options.batched)?;
-        let side = SideStream::new(&context)?;
+        let side = OwnStream::new(&context)?;
         drop(current);
         tracing::debug!(
             device = context.get().ordinal(),
@@ -293,7 +294,7 @@ impl Inner {
         // The legacy default stream takes no batches. It is left for a stream that waits for it first, and for
         // which it waits afterwards.
         let fork = streams::is_legacy_default(stream) && self.abilities.batch.is_some();
-        let lane = if fork { self.side.0 } else { stream };
+        let lane = if fork { self.side.get() } else { stream };
         let (ends, stable) = ((job.direction(), side), self.options.stable_slabs);
         let mut queue = Queue::new(self.abilities(side), lane, ends, !capturing, stable);
         let layers = u64::from(job.layer_count());
@@ -378,38 +379,6 @@ unsafe fn drain(stream: CUstream, error: DriverError) -> (DriverError, bool) {
         Err(worse) => {
             tracing::error!(error = %worse, "copies may still be in flight after an error");
             (error, false)
-        }
-    }
-}
-
-/// A stream of our own.
-#[derive(Debug)]
-struct SideStream(CUstream, Context);
-
-// SAFETY: stream handles may be used from any thread.
-unsafe impl Send for SideStream {}
-// SAFETY: as above.
-unsafe impl Sync for SideStream {}
-
-impl SideStream {
-    /// The context is current.
-    fn new(context: &Context) -> Result<Self, DriverError> {
-        let mut stream = std::ptr::null_mut();
-        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: the out pointer is valid; the context is current.
-        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut stream, flags) })?;
-        Ok(SideStream(stream, context.clone()))
-    }
-}
-
-impl Drop for SideStream {
-    fn drop(&mut self) {
-        let destroyed = self.1.enter().and_then(|_current| {
-            // SAFETY: made by `new`, destroyed once; the driver lets what is queued run.
-            check("cuStreamDestroy", unsafe { sys::cuStreamDestroy_v2(self.0) })
-        });
-        if let Err(error) = destroyed {
-            tracing::error!(%error, "a stream leaks");
         }
     }
 }

@@ -1,6 +1,8 @@
 //! What the tests share: the harness that tells when there is no simulator, raw driver calls, memory.
 #![allow(dead_code, reason = "each test uses its part")]
 
+pub(crate) mod log;
+
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -33,8 +35,7 @@ pub(crate) fn main(tests: Vec<Test>) {
                     _ => Err(Failed::from("something waited for work that was held back")),
                 }
             })
-            // What is wrong elsewhere and known to be; `--ignored` shows whether it still is.
-            .with_ignored_flag(missing.is_some() || name.starts_with("known_"))
+            .with_ignored_flag(missing.is_some())
         })
         .collect();
     libtest_mimic::run(&arguments, trials).exit();

@@ -3,11 +3,13 @@
 
 use cudarc::driver::sys::CUstream;
 use maru_kernel_cuda::{KernelError, PagedCopyKernel, StagedMover, StagedOptions};
-use maru_layout::Direction;
+use maru_layout::{Direction, SlotMapping};
 use maru_sim_driver::Session;
 
-use crate::common::{Stream, Test, context, leaves_nothing};
-use crate::setup::{Setup, Way};
+use crate::cases::{Cache, Dims, ORDERS, Rng, random_slots};
+use crate::common::log::warnings;
+use crate::common::{Device, Stream, Test, context, leaves_nothing};
+use crate::setup::{DIMS, Setup, Way};
 
 pub(crate) fn tests() -> Vec<Test> {
     tests![
@@ -16,15 +18,21 @@ pub(crate) fn tests() -> Vec<Test> {
         registering_a_cache_fails_at_every_call,
         a_direct_transfer_fails_at_every_call,
         a_staged_transfer_fails_at_every_call,
+        a_transfer_of_a_long_list_fails_at_every_call,
+        a_transfer_of_slots_on_the_device_fails_at_every_call,
         the_second_image_is_tried_when_the_first_does_not_load,
         a_kernel_that_fails_on_its_way_loses_the_context_and_nothing_hangs,
         a_query_that_fails_is_an_error_and_not_pending,
+        what_goes_with_a_lost_context_is_one_line,
+        what_cannot_be_given_back_is_a_line_each,
+        many_transfers_leave_nothing,
     ]
 }
 
 const OUT_OF_MEMORY: u32 = 2;
 const NOT_PERMITTED: u32 = 800;
 
+/// Those that destructors do not make, where a failure has to leave something behind.
 const CALLS: [&str; 22] = [
     "cuDeviceGetAttribute",
     "cuCtxGetStreamPriorityRange",
@@ -52,10 +60,14 @@ const CALLS: [&str; 22] = [
 
 /// Lets each call of `run` fail in turn. What it leaves behind on failure counts as a leak.
 fn each_call(session: &Session, run: impl Fn() -> Result<(), KernelError>) {
+    each_call_of(session, &CALLS, run);
+}
+
+fn each_call_of(session: &Session, calls: &[&str], run: impl Fn() -> Result<(), KernelError>) {
     // Once without faults: pools grow to their size.
     run().unwrap();
     let mut struck = 0;
-    for (function, code) in CALLS.into_iter().flat_map(|f| [(f, OUT_OF_MEMORY), (f, NOT_PERMITTED)]) {
+    for (&function, code) in calls.iter().flat_map(|f| [(f, OUT_OF_MEMORY), (f, NOT_PERMITTED)]) {
         for nth in 1.. {
             let before = session.census();
             session.fail(function, nth, code);
@@ -107,18 +119,29 @@ fn registering_a_cache_fails_at_every_call(session: &Session) {
     each_call(session, || kernel.register(&setup.plan).map(drop));
 }
 
-fn transfer_fails(session: &Session, staged: bool) {
+/// Lets every call of a transfer fail, those that make the context current included.
+fn transfer_fails(session: &Session, slots: Slots, staged: bool) {
+    let calls: Vec<&str> = CALLS.into_iter().chain(["cuCtxGetCurrent"]).collect();
     let context = context(0);
     let kernel = PagedCopyKernel::load(context.clone()).unwrap();
     let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(4 * 4096)).unwrap();
     let way = if staged { Way::Staged(&mover) } else { Way::Direct };
     let stream = Stream::new(true);
     for direction in [Direction::Gather, Direction::Scatter] {
-        let setup = Setup::new(session, 0, direction, 1);
+        let setup = match slots {
+            Slots::Long => long(session, direction),
+            _ => Setup::new(session, 0, direction, 1),
+        };
+        let bytes: Vec<u8> = setup.slots.iter().flat_map(|s| s.to_ne_bytes()).collect();
+        let on_device = Device::of(session, &bytes);
+        let mapping = || match slots {
+            Slots::Device => SlotMapping::Device { addr: on_device.addr, len: setup.slots.len() as u64 },
+            _ => setup.host_slots(),
+        };
         let planes = kernel.register(&setup.plan).unwrap();
-        each_call(session, || {
+        each_call_of(session, &calls, || {
             setup.restore(session);
-            let outcome = one(&setup, &kernel, &planes, stream.0, way);
+            let outcome = one(&setup, &kernel, &planes, mapping(), stream.0, way);
             if outcome.is_ok() {
                 setup.check(session);
             }
@@ -127,14 +150,34 @@ fn transfer_fails(session: &Session, staged: bool) {
     }
 }
 
+#[derive(Clone, Copy)]
+enum Slots {
+    /// By value.
+    Short,
+    /// Through the ring of slot lists.
+    Long,
+    Device,
+}
+
+/// More slots than travel by value.
+fn long(session: &Session, direction: Direction) -> Setup {
+    let dims = Dims { layers: 1, blocks: 100, block_size: 4, heads: 1, head_size: 8, ..DIMS };
+    let cache = Cache::new(&ORDERS[0], dims).unwrap();
+    let mut rng = Rng::new(8);
+    let slots = random_slots(&mut rng, 400, 400, 0);
+    assert!(slots.len() > maru_kernel_cuda::abi::INLINE_SLOTS);
+    Setup::with(session, &cache, direction, slots, 0, &mut rng)
+}
+
 fn one(
     setup: &Setup,
     kernel: &PagedCopyKernel,
     planes: &maru_kernel_cuda::PlaneTable,
+    slots: SlotMapping,
     stream: CUstream,
     way: Way<'_>,
 ) -> Result<(), KernelError> {
-    let flight = setup.launch(kernel, planes, setup.host_slots(), stream, way)?;
+    let flight = setup.launch(kernel, planes, slots, stream, way)?;
     let outcome = flight.is_complete().and_then(|_| flight.wait());
     if outcome.is_err() {
         // What is in flight was not waited for; the caller asks again.
@@ -144,11 +187,19 @@ fn one(
 }
 
 fn a_direct_transfer_fails_at_every_call(session: &Session) {
-    transfer_fails(session, false);
+    transfer_fails(session, Slots::Short, false);
 }
 
 fn a_staged_transfer_fails_at_every_call(session: &Session) {
-    transfer_fails(session, true);
+    transfer_fails(session, Slots::Short, true);
+}
+
+fn a_transfer_of_a_long_list_fails_at_every_call(session: &Session) {
+    transfer_fails(session, Slots::Long, false);
+}
+
+fn a_transfer_of_slots_on_the_device_fails_at_every_call(session: &Session) {
+    transfer_fails(session, Slots::Device, false);
 }
 
 fn the_second_image_is_tried_when_the_first_does_not_load(session: &Session) {
@@ -200,4 +251,52 @@ fn a_query_that_fails_is_an_error_and_not_pending(session: &Session) {
     assert_eq!(flight.is_complete().unwrap_err().kind(), "context_lost");
     flight.wait().unwrap();
     setup.check(session);
+}
+
+fn what_goes_with_a_lost_context_is_one_line(session: &Session) {
+    let context = context(0);
+    // Again with the same handle, as after a reset of the device.
+    for _ in 0..2 {
+        let kernel = PagedCopyKernel::load(context.clone()).unwrap();
+        let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(1 << 16)).unwrap();
+        let stream = Stream::new(true);
+        let setup = Setup::new(session, 0, Direction::Gather, 1);
+        let planes = kernel.register(&setup.plan).unwrap();
+        let flight = setup.launch(&kernel, &planes, setup.host_slots(), stream.0, Way::Direct).unwrap();
+        flight.wait().unwrap();
+        session.poison(0, 719);
+        let lines = warnings(|| drop((flight, planes, mover, kernel)));
+        session.poison(0, 0);
+        assert_eq!(lines.len(), 1, "{lines:#?}");
+        assert!(lines[0].contains("CUDA_ERROR_LAUNCH_FAILED (719)"), "{lines:?}");
+    }
+}
+
+fn what_cannot_be_given_back_is_a_line_each(session: &Session) {
+    let context = context(0);
+    let kernel = PagedCopyKernel::load(context.clone()).unwrap();
+    session.fail_from("cuEventDestroy", 1, 999);
+    session.fail("cuModuleUnload", 1, 999);
+    let lines = warnings(|| drop(kernel));
+    session.clear_faults();
+    assert_eq!(lines.iter().filter(|l| l.contains("the native kernel cannot")).count(), 1, "{lines:#?}");
+    // The kernel's own events, and those of its slot lists.
+    assert_eq!(lines.iter().filter(|l| l.contains("a pool of events cannot")).count(), 2, "{lines:#?}");
+    assert_eq!(lines.len(), 3, "{lines:#?}");
+}
+
+fn many_transfers_leave_nothing(session: &Session) {
+    let context = context(0);
+    let kernel = PagedCopyKernel::load(context.clone()).unwrap();
+    let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(1 << 16)).unwrap();
+    let stream = Stream::new(true);
+    let setups = [Setup::new(session, 0, Direction::Gather, 1), long(session, Direction::Gather)];
+    leaves_nothing(session, || {
+        for _ in 0..20 {
+            for (setup, way) in setups.iter().flat_map(|s| [(s, Way::Direct), (s, Way::Staged(&mover))]) {
+                setup.restore(session);
+                setup.run(session, &kernel, stream.0, way).unwrap();
+            }
+        }
+    });
 }

@@ -11,13 +11,18 @@ mod cases;
 mod contexts;
 mod faults;
 mod ordering;
+mod presence;
 mod setup;
 mod transfers;
 
 fn main() {
+    if presence::probe() {
+        return;
+    }
     let mut tests = transfers::tests();
     tests.extend(ordering::tests());
     tests.extend(contexts::tests());
     tests.extend(faults::tests());
+    tests.extend(presence::tests());
     common::main(tests);
 }
