@@ -351,7 +351,7 @@ mod tests {
         fn no_arguments_panic(words in prop::collection::vec(
             prop_oneof![
                 prop::sample::select(vec![
-                    "p2p", "layout", "config", "check", "--json", "--shape", "--stride", "--dtype", "--axes",
+                    "p2p", "layout", "config", "check", "doctor", "verify", "bench", "--no-probe", "--rounds", "--json", "--shape", "--stride", "--dtype", "--axes",
                     "--mla", "--base-offset", "--num-blocks", "6,2,16,2,128", "--tokens", "--timeout", "-1", "0",
                     "--role", "consumer", "--miss", "--corrupt", "--", "18446744073709551616", "--device", "",
                 ]).prop_map(str::to_owned),

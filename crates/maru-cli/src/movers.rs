@@ -41,6 +41,8 @@ pub(crate) struct Wanted {
     pub(crate) device: Option<DeviceChoice>,
     /// `Auto`: every one.
     pub(crate) backend: BackendChoice,
+    /// Also the native backend's own choice of strategy, which reports another one from case to case.
+    pub(crate) own_choice: bool,
 }
 
 impl Wanted {
@@ -58,7 +60,7 @@ impl Wanted {
         if (device, backend) == (Some(DeviceChoice::Host), BackendChoice::Native) {
             return Err(CliError::invalid("the native backend moves GPU memory; use --device cuda:N"));
         }
-        Ok(Wanted { device, backend })
+        Ok(Wanted { device, backend, own_choice: false })
     }
 }
 
@@ -130,11 +132,13 @@ fn gpu_group(gpu: u32, wanted: Wanted, base: &Config, skipped: &mut Vec<Skipped>
     let kinds = [
         ("native/direct", Native, StrategyChoice::Direct, "direct"),
         ("native/staged", Native, StrategyChoice::Staged, "staged"),
+        ("native/auto", Native, StrategyChoice::Auto, "auto"),
         ("fallback/copy_engine", Fallback, StrategyChoice::Auto, "copy_engine"),
     ];
     let mut movers = Vec::new();
     for (name, backend, strategy, reported) in kinds {
-        if wanted.backend != BackendChoice::Auto && wanted.backend != backend {
+        let asked = wanted.backend == BackendChoice::Auto || wanted.backend == backend;
+        if !asked || reported == "auto" && !wanted.own_choice {
             continue;
         }
         let mut config = base.clone();

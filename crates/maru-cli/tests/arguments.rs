@@ -78,9 +78,27 @@ fn help_and_version_are_no_errors() {
 
 #[test]
 fn help_says_nothing_of_what_is_internal() {
-    for arguments in [&["--help"][..], &["p2p", "--help"]] {
+    for arguments in [
+        &["--help"][..],
+        &["p2p", "--help"],
+        &["doctor", "--help"],
+        &["verify", "--help"],
+        &["bench", "--help"],
+    ] {
         let run = maru(arguments);
-        assert!(!run.out.contains("p2p-child") && !run.out.contains("test-pause"), "{}", run.out);
+        assert_eq!(run.code, Some(0), "{run:?}");
+        for word in ["p2p-child", "test-pause", "test-fault", "--sys", "--proc"] {
+            assert!(!run.out.contains(word), "{word}: {}", run.out);
+        }
+    }
+}
+
+#[test]
+fn every_command_is_in_the_help_and_has_its_own() {
+    let help = maru(&["--help"]).out;
+    for name in ["p2p", "layout", "bench", "verify", "doctor", "config"] {
+        assert!(help.contains(&format!("  {name} ")), "{name}: {help}");
+        assert!(maru(&[name, "--help"]).out.contains("Usage:"), "{name}");
     }
 }
 

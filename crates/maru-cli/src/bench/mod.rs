@@ -72,7 +72,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Outcome, CliError> {
     };
     let profiles = names.iter().map(|name| read_profile(name)).collect::<Result<Vec<_>, _>>()?;
     let layouts = layouts::select(&args.layout, |layout| layout.usual)?;
-    let wanted = Wanted::parse(args.device.as_deref(), args.backend.as_deref())?;
+    let mut wanted = Wanted::parse(args.device.as_deref(), args.backend.as_deref())?;
+    wanted.own_choice = true;
     let config = Config::default();
     let mut results = Results::default();
     let groups = movers::find(wanted, &config, &mut results.skipped)?;
