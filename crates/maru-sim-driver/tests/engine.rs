@@ -35,6 +35,7 @@ fn main() {
         a_lost_context_is_said_and_nothing_hangs,
         a_lost_context_does_not_degrade_to_the_fallback,
         an_engine_goes_with_a_lost_context_in_one_line,
+        a_gpu_too_old_for_the_kernel_has_the_fallback,
         c17_two_engines_on_two_devices,
         c17_a_thread_without_a_context,
         c21_seventy_thousand_slots_and_none,
@@ -370,6 +371,22 @@ fn a_lost_context_does_not_degrade_to_the_fallback(session: &Session) {
     session.poison(0, 0);
     assert_eq!(error.kind(), "context_lost", "{error}");
     TransferEngine::open(&auto).unwrap();
+}
+
+fn a_gpu_too_old_for_the_kernel_has_the_fallback(session: &Session) {
+    let _context = context(0);
+    session.set("cc_major", 6);
+    let mut old = config(0, 24);
+    let error = TransferEngine::open(&old).unwrap_err();
+    assert_eq!(error.kind(), "not_available", "{error}");
+    for backend in [BackendChoice::Auto, BackendChoice::Fallback] {
+        old.transfer.backend = backend;
+        let engine = TransferEngine::open(&old).unwrap();
+        let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Gather);
+        let transfer = engine.submit(&setup.request()).unwrap();
+        assert_eq!((transfer.backend(), transfer.strategy()), ("fallback", "copy_engine"));
+        transfer.wait().unwrap();
+    }
 }
 
 fn an_engine_goes_with_a_lost_context_in_one_line(session: &Session) {

@@ -32,20 +32,24 @@ use queue::{Queue, Side};
 
 /// Driver functions that are called here, or by cudarc's context. One that is missing would panic when it is
 /// called, so all are looked up before.
-const SYMBOLS: [&str; 27] = [
+const SYMBOLS: [&str; 31] = [
     "cuCtxGetCurrent",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
+    "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
     "cuEventCreate",
     "cuEventDestroy_v2",
     "cuEventQuery",
     "cuEventRecord",
     "cuEventSynchronize",
     "cuGetErrorName",
+    "cuGetErrorString",
+    "cuInit",
     "cuMemFreeHost",
     "cuMemHostAlloc",
     "cuMemHostGetDevicePointer_v2",
@@ -130,6 +134,15 @@ struct Inner {
 }
 
 impl DeviceMover {
+    /// A mover in the primary context of a device, whatever its compute capability: there is no kernel to run.
+    ///
+    /// # Errors
+    /// As [`DeviceMover::open`], and [`FallbackError::Driver`] when there is no such device.
+    pub fn on_device(ordinal: usize, options: DeviceOptions) -> Result<Self, FallbackError> {
+        maru_driver::require(&SYMBOLS)?;
+        Self::open(Arc::clone(Context::open(ordinal)?.get()), options)
+    }
+
     /// A mover in `context`.
     ///
     /// # Errors

@@ -1,7 +1,6 @@
 //! The fallback for caches on a device: driver copies, no kernel of ours.
 
 use maru_fallback::{DeviceCopy, DeviceMover, DeviceOptions};
-use maru_kernel_cuda::open_context;
 use maru_layout::CopyJob;
 
 use super::{Capabilities, Enqueued, Prepared, TransferBackend};
@@ -20,12 +19,12 @@ impl DeviceBackend {
     /// # Errors
     /// [`TransferError::NotAvailable`] with the reason when there is no such device or driver.
     pub fn open(device: u32) -> Result<Self, TransferError> {
-        let what = || format!("the fallback on cuda:{device}");
-        let refused = |reason: String| TransferError::not_available(what(), reason);
         let ordinal = usize::try_from(device).unwrap_or(usize::MAX);
-        let context = open_context(ordinal).map_err(|e| refused(e.to_string()))?;
         let mover =
-            DeviceMover::open(context, DeviceOptions::default()).map_err(|e| refused(e.to_string()))?;
+            DeviceMover::on_device(ordinal, DeviceOptions::default()).map_err(|e| match e.kind() {
+                "context_lost" => e.into(),
+                _ => TransferError::not_available(format!("the fallback on cuda:{device}"), e.to_string()),
+            })?;
         Ok(DeviceBackend { mover, device })
     }
 }
