@@ -1,12 +1,13 @@
 //! From a [`CopyJob`] to launches: pure arithmetic, the same for the device and for the tests that run the
 //! kernel's source on the host.
 
-use std::sync::Arc;
+mod batch;
 
-use maru_layout::{CopyJob, Direction, Geometry, JobSlots};
+use maru_layout::{CopyJob, Geometry};
 
+pub use self::batch::BatchLaunch;
 use crate::KernelError;
-use crate::abi::{BATCH_SLABS, Entry, INLINE_SLOTS, PagedCopyArgs, PagedCopyBatchArgs, PagedCopySlab};
+use crate::abi::{Entry, INLINE_SLOTS, PagedCopyArgs};
 
 /// Threads of a block.
 pub const MAX_THREADS: u32 = 1024;
@@ -68,6 +69,11 @@ pub struct Launch {
 }
 
 impl Launch {
+    /// Its part of a job's host slots.
+    pub fn slots<'a>(&self, all: &'a [i64]) -> &'a [i64] {
+        window(all, self.first_token, self.args.tokens)
+    }
+
     /// Sets the number of tokens, and what follows from it.
     fn size(&mut self, kv_planes: u64, tokens: u64, blocks: u32) {
         let args = &mut self.args;
@@ -260,122 +266,10 @@ impl Iterator for Launches {
     }
 }
 
-/// Most bytes of a batch, 2.5 ms of a fast link: the gap between two launches no longer counts, and others get
-/// their turn on the device often enough.
-const BATCH_BYTES: u64 = 128 << 20;
-
-/// One launch for the first jobs of a list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BatchLaunch {
-    /// Jobs it takes, two or more.
-    pub jobs: usize,
-    /// Slots of each job, from [`BatchLaunch::first_token`] on.
-    pub tokens: u32,
-    /// First token moved.
-    pub first_token: u64,
-    /// Which kernel.
-    pub entry: Entry,
-    /// Thread blocks.
-    pub blocks: u32,
-    /// Threads of a block.
-    pub threads: u32,
-    /// Its arguments; `slots` of the slabs is left 0.
-    pub args: PagedCopyBatchArgs,
-}
-
-impl BatchLaunch {
-    /// Plans the longest beginning of `jobs` that can share a launch: one plan, direction, layers, number of
-    /// tokens and prefix to skip, full access width, slots on the host (`slot_capacity` in all). `None` if
-    /// that is fewer than two, or if two of them write the same memory: one after the other they have an order.
-    pub fn new(jobs: &[CopyJob], planes: u64, limits: Limits, slot_capacity: u32) -> Option<Self> {
-        let first = jobs.first()?;
-        let source = SlotSource::Uploaded { capacity: slot_capacity };
-        let mut launches = Launches::new(first, source, Addresses { planes, error: 0 }, limits).ok()?;
-        let launch = launches.next()?;
-        if launches.next().is_some() || first.access_bytes() != 16 {
-            return None;
-        }
-        let units = limits.units.clamp(1, MAX_UNITS) / launch.args.units;
-        let bytes = usize::try_from(BATCH_BYTES / first.bytes().max(1)).unwrap_or(usize::MAX);
-        let most = BATCH_SLABS
-            .min(usize::try_from(slot_capacity / launch.args.tokens).unwrap_or(0))
-            .min(usize::try_from(units).unwrap_or(0))
-            .min(bytes);
-        let taken = jobs.iter().take(most).take_while(|job| alike(first, job)).count();
-        if taken < 2 || overlap(&jobs[..taken]) {
-            return None;
-        }
-        let to_first_token = launch.first_token * first.plan().geometry().slab_token_stride;
-        let mut slabs = [PagedCopySlab::default(); BATCH_SLABS];
-        for (entry, job) in slabs.iter_mut().zip(&jobs[..taken]) {
-            entry.slab = job.slab().device? + to_first_token;
-        }
-        let mut copy = launch.args;
-        copy.slab = 0;
-        copy.units *= narrow(taken as u64);
-        let planes = launch.args.units / (launch.args.tokens * launch.args.token_units);
-        let (planes_magic, planes_shift) = division(planes);
-        let threads = copy.units.div_ceil(32).saturating_mul(32).clamp(32, MAX_THREADS);
-        Some(BatchLaunch {
-            jobs: taken,
-            tokens: copy.tokens,
-            first_token: launch.first_token,
-            entry: Entry::batch(first.direction()),
-            blocks: copy.units.div_ceil(threads).clamp(1, limits.blocks.clamp(1, MAX_BLOCKS)),
-            threads,
-            args: PagedCopyBatchArgs { copy, planes, planes_magic, planes_shift, unused: 0, slabs },
-        })
-    }
-
-    /// Says where the slots of all jobs are, one list after the other.
-    pub fn set_slots(&mut self, addr: u64) {
-        for (i, slab) in (0u64..).zip(&mut self.args.slabs[..self.jobs]) {
-            slab.slots = addr + 8 * i * u64::from(self.tokens);
-        }
-    }
-
-    /// The slots a job brings to the batch.
-    pub fn slots<'a>(&self, job: &'a CopyJob) -> &'a [i64] {
-        let JobSlots::Host { slots, .. } = job.slots() else { return &[] };
-        let first = usize::try_from(self.first_token).unwrap_or(usize::MAX).min(slots.len());
-        let end = first.saturating_add(self.tokens as usize).min(slots.len());
-        &slots[first..end]
-    }
-}
-
-/// Whether two of the jobs, which are [`alike`], write the same memory.
-fn overlap(jobs: &[CopyJob]) -> bool {
-    let mut written: Vec<(u64, u64)> = match jobs.first().map(CopyJob::direction) {
-        Some(Direction::Scatter) => jobs
-            .iter()
-            .filter_map(|job| match job.slots() {
-                JobSlots::Host { runs, .. } => Some(runs),
-                _ => None,
-            })
-            .flatten()
-            .map(|run| (run.slot, run.slot + run.len))
-            .collect(),
-        _ => {
-            let span = |job: &CopyJob| {
-                let start = job.slab().device.unwrap_or(0);
-                (start, start.saturating_add(job.plan().slab().bytes()))
-            };
-            jobs.iter().map(span).collect()
-        }
-    };
-    written.sort_unstable();
-    written.windows(2).any(|pair| pair[0].1 > pair[1].0)
-}
-
-/// Whether two jobs differ in their slab and slots only.
-fn alike(a: &CopyJob, b: &CopyJob) -> bool {
-    let shape =
-        |job: &CopyJob| (job.direction(), job.first_layer(), job.layer_count(), job.tokens(), job.skip());
-    shape(a) == shape(b)
-        && b.access_bytes() == 16
-        && b.slab().device.is_some()
-        && matches!(b.slots(), JobSlots::Host { .. })
-        && (Arc::ptr_eq(a.plan(), b.plan()) || a.plan() == b.plan())
+fn window(slots: &[i64], first: u64, tokens: u32) -> &[i64] {
+    let first = usize::try_from(first).unwrap_or(usize::MAX).min(slots.len());
+    let end = first.saturating_add(tokens as usize).min(slots.len());
+    &slots[first..end]
 }
 
 /// Counts of a launch are at most [`MAX_UNITS`] by construction.

@@ -250,7 +250,7 @@ impl Inner {
         };
         let uploads = launches.source_is_uploaded();
         for mut launch in launches {
-            let slots = window(host, &launch);
+            let slots = launch.slots(host);
             if uploads {
                 let entry = launch;
                 let start = |addr| {
@@ -334,13 +334,6 @@ impl Inner {
         };
         Ok(check("cuLaunchKernel", result)?)
     }
-}
-
-/// A launch's part of the host slots.
-fn window<'a>(host: &'a [i64], launch: &Launch) -> &'a [i64] {
-    let first = usize::try_from(launch.first_token).unwrap_or(usize::MAX).min(host.len());
-    let end = first.saturating_add(launch.args.tokens as usize).min(host.len());
-    &host[first..end]
 }
 
 /// The arguments of a captured or queued launch never outlive `cuLaunchKernel`, which copies them; both

@@ -27,13 +27,6 @@ struct alignas(16) uint4 {
 // Accesses that a device would refuse for their alignment, and accesses in all.
 extern thread_local unsigned long long host_misaligned, host_accesses;
 
-// Whether an access may be made; the stand-in for a driver knows what has been allocated.
-#ifdef MARU_CHECK_ACCESS
-bool host_may_access(const void *at, std::size_t size);
-#else
-inline bool host_may_access(const void *, std::size_t) { return true; }
-#endif
-
 template <class Word>
 inline void host_count(const Word *at) {
     host_accesses += 1;
@@ -43,20 +36,20 @@ inline void host_count(const Word *at) {
 template <class Word>
 inline Word __ldcs(const Word *at) {
     host_count(at);
-    Word word = {};
-    if (host_may_access(at, sizeof word)) std::memcpy(static_cast<void *>(&word), at, sizeof word);
+    Word word;
+    std::memcpy(static_cast<void *>(&word), at, sizeof word);
     return word;
 }
 
 template <class Word>
 inline void __stcs(Word *at, Word word) {
     host_count(at);
-    if (host_may_access(at, sizeof word)) std::memcpy(static_cast<void *>(at), &word, sizeof word);
+    std::memcpy(static_cast<void *>(at), &word, sizeof word);
 }
 
 template <class Word>
 inline Word __ldg(const Word *at) {
-    return host_may_access(at, sizeof *at) ? *at : Word();
+    return *at;
 }
 
 inline unsigned int __umulhi(unsigned int a, unsigned int b) {

@@ -65,9 +65,7 @@ pub unsafe fn run(job: &CopyJob, options: Options) -> Result<Ran, KernelError> {
         _ => (&[], SlotSource::Inline),
     };
     for mut launch in Launches::new(job, source, addresses, options.limits)? {
-        let first = usize::try_from(launch.first_token).unwrap_or(usize::MAX).min(host.len());
-        let end = first.saturating_add(launch.args.tokens as usize).min(host.len());
-        let slots = &host[first..end];
+        let slots = launch.slots(host);
         if source == SlotSource::Inline {
             for (piece, slots) in launch.inline_pieces(slots) {
                 let mut args = PagedCopyInlineArgs { copy: piece.args, slots: [0; _] };

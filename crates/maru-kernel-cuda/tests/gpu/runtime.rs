@@ -71,7 +71,7 @@ fn context_restored(gpu: &Gpu) -> Result<(), Failed> {
         let kernel = maru_kernel_cuda::PagedCopyKernel::load(opened).map_err(text)?;
         assert_eq!(current(), caller, "load");
         drop((launched, planes, kernel));
-        // cudarc makes the context it releases current; the kernel's own part restores.
+        assert_eq!(current(), caller, "drop");
         cu!(cuCtxSetCurrent(ours));
     }
     cu!(cuCtxDestroy_v2(other));

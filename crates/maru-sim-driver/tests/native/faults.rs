@@ -9,7 +9,7 @@ use maru_sim_driver::Session;
 use crate::cases::{Cache, Dims, ORDERS, Rng, random_slots};
 use crate::common::log::warnings;
 use crate::common::{Device, Stream, Test, context, leaves_nothing};
-use crate::setup::{DIMS, Setup, Way};
+use crate::setup::{DIMS, Rig, Setup, Way};
 
 pub(crate) fn tests() -> Vec<Test> {
     tests![
@@ -122,11 +122,8 @@ fn registering_a_cache_fails_at_every_call(session: &Session) {
 /// Lets every call of a transfer fail, those that make the context current included.
 fn transfer_fails(session: &Session, slots: Slots, staged: bool) {
     let calls: Vec<&str> = CALLS.into_iter().chain(["cuCtxGetCurrent"]).collect();
-    let context = context(0);
-    let kernel = PagedCopyKernel::load(context.clone()).unwrap();
-    let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(4 * 4096)).unwrap();
-    let way = if staged { Way::Staged(&mover) } else { Way::Direct };
-    let stream = Stream::new(true);
+    let rig = Rig::new();
+    let (kernel, stream, way) = (&rig.kernel, &rig.stream, rig.way(staged));
     for direction in [Direction::Gather, Direction::Scatter] {
         let setup = match slots {
             Slots::Long => long(session, direction),
@@ -141,7 +138,7 @@ fn transfer_fails(session: &Session, slots: Slots, staged: bool) {
         let planes = kernel.register(&setup.plan).unwrap();
         each_call_of(session, &calls, || {
             setup.restore(session);
-            let outcome = one(&setup, &kernel, &planes, mapping(), stream.0, way);
+            let outcome = one(&setup, kernel, &planes, mapping(), stream.0, way);
             if outcome.is_ok() {
                 setup.check(session);
             }
@@ -213,16 +210,12 @@ fn the_second_image_is_tried_when_the_first_does_not_load(session: &Session) {
 
 fn a_kernel_that_fails_on_its_way_loses_the_context_and_nothing_hangs(session: &Session) {
     for staged in [false, true] {
-        let context = context(0);
-        let kernel = PagedCopyKernel::load(context.clone()).unwrap();
-        let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(4 * 4096)).unwrap();
-        let way = if staged { Way::Staged(&mover) } else { Way::Direct };
-        let stream = Stream::new(true);
-        let setup = Setup::new(session, 0, Direction::Gather, 1);
-        let planes = kernel.register(&setup.plan).unwrap();
+        let rig = Rig::new();
+        let (kernel, stream, way) = (&rig.kernel, &rig.stream, rig.way(staged));
+        let (setup, planes) = rig.setup(session, Direction::Gather);
         session.fail_later("cuLaunchKernel", 1, 719);
         let lost = |error: &KernelError| assert_eq!(error.kind(), "context_lost", "{error}");
-        match setup.launch(&kernel, &planes, setup.host_slots(), stream.0, way) {
+        match setup.launch(kernel, &planes, setup.host_slots(), stream.0, way) {
             Ok(flight) => {
                 lost(&flight.wait().unwrap_err());
                 lost(&flight.is_complete().unwrap_err());
@@ -230,13 +223,13 @@ fn a_kernel_that_fails_on_its_way_loses_the_context_and_nothing_hangs(session: &
             Err(error) => lost(&error),
         }
         for _ in 0..3 {
-            lost(&setup.launch(&kernel, &planes, setup.host_slots(), stream.0, way).err().unwrap());
+            lost(&setup.launch(kernel, &planes, setup.host_slots(), stream.0, way).err().unwrap());
             lost(&kernel.register(&setup.plan).err().unwrap());
         }
         // The context works again as a new one would.
         session.poison(0, 0);
         setup.restore(session);
-        setup.run(session, &kernel, stream.0, way).unwrap();
+        setup.run(session, kernel, stream.0, way).unwrap();
     }
 }
 

@@ -5,7 +5,7 @@ use maru_layout::Direction;
 use maru_sim_driver::Session;
 
 use crate::common::{Device, Stream, Test, context};
-use crate::setup::{Setup, Way};
+use crate::setup::{Rig, Setup, Way};
 
 pub(crate) fn tests() -> Vec<Test> {
     tests![
@@ -30,16 +30,12 @@ fn a_staged_launch_waits_for_nothing(session: &Session) {
 }
 
 fn nothing_is_waited_for(session: &Session, staged: bool) {
-    let context = context(0);
-    let kernel = PagedCopyKernel::load(context.clone()).unwrap();
-    let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(4 * 4096)).unwrap();
-    let way = if staged { Way::Staged(&mover) } else { Way::Direct };
-    let stream = Stream::new(true);
-    let setup = Setup::new(session, 0, Direction::Gather, 3);
-    let planes = kernel.register(&setup.plan).unwrap();
+    let rig = Rig::new();
+    let (kernel, stream, way) = (&rig.kernel, &rig.stream, rig.way(staged));
+    let (setup, planes) = rig.setup(session, Direction::Gather);
     let hold = session.hold();
     let flights: Vec<_> =
-        (0..5).map(|_| setup.launch(&kernel, &planes, setup.host_slots(), stream.0, way).unwrap()).collect();
+        (0..5).map(|_| setup.launch(kernel, &planes, setup.host_slots(), stream.0, way).unwrap()).collect();
     assert!(!flights[0].is_complete().unwrap());
     assert!(setup.untouched(session));
     drop(hold);
@@ -49,19 +45,15 @@ fn nothing_is_waited_for(session: &Session, staged: bool) {
 
 fn c10_a_load_waits_for_the_reader_of_its_pages(session: &Session) {
     for staged in [false, true] {
-        let context = context(0);
-        let kernel = PagedCopyKernel::load(context.clone()).unwrap();
-        let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(4 * 4096)).unwrap();
-        let way = if staged { Way::Staged(&mover) } else { Way::Direct };
-        let stream = Stream::new(true);
-        let setup = Setup::new(session, 0, Direction::Scatter, 3);
-        let planes = kernel.register(&setup.plan).unwrap();
+        let rig = Rig::new();
+        let (kernel, stream, way) = (&rig.kernel, &rig.stream, rig.way(staged));
+        let (setup, planes) = rig.setup(session, Direction::Scatter);
         let seen = Device::new(setup.paged.len);
         session.set("delay_us", 2000);
         for _ in 0..3 {
             ok!(cuMemcpyDtoDAsync_v2(seen.addr, setup.paged.addr, setup.paged.len, stream.0));
         }
-        let flight = setup.launch(&kernel, &planes, setup.host_slots(), stream.0, way).unwrap();
+        let flight = setup.launch(kernel, &planes, setup.host_slots(), stream.0, way).unwrap();
         flight.wait().unwrap();
         assert_eq!(seen.read(session), setup.images.cache);
         setup.check(session);
@@ -70,18 +62,14 @@ fn c10_a_load_waits_for_the_reader_of_its_pages(session: &Session) {
 
 fn a_store_waits_for_the_writer_of_its_pages(session: &Session) {
     for staged in [false, true] {
-        let context = context(0);
-        let kernel = PagedCopyKernel::load(context.clone()).unwrap();
-        let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(4 * 4096)).unwrap();
-        let way = if staged { Way::Staged(&mover) } else { Way::Direct };
-        let stream = Stream::new(true);
-        let setup = Setup::new(session, 0, Direction::Gather, 3);
-        let planes = kernel.register(&setup.plan).unwrap();
+        let rig = Rig::new();
+        let (kernel, stream, way) = (&rig.kernel, &rig.stream, rig.way(staged));
+        let (setup, planes) = rig.setup(session, Direction::Gather);
         let written = Device::of(session, &setup.images.cache);
         assert!(session.poke(setup.paged.addr, &vec![0; setup.paged.len]));
         session.set("delay_us", 5000);
         ok!(cuMemcpyDtoDAsync_v2(setup.paged.addr, written.addr, setup.paged.len, stream.0));
-        let flight = setup.launch(&kernel, &planes, setup.host_slots(), stream.0, way).unwrap();
+        let flight = setup.launch(kernel, &planes, setup.host_slots(), stream.0, way).unwrap();
         flight.wait().unwrap();
         setup.check(session);
     }
@@ -89,16 +77,12 @@ fn a_store_waits_for_the_writer_of_its_pages(session: &Session) {
 
 fn later_work_of_the_stream_waits_for_the_transfer(session: &Session) {
     for staged in [false, true] {
-        let context = context(0);
-        let kernel = PagedCopyKernel::load(context.clone()).unwrap();
-        let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(4 * 4096)).unwrap();
-        let way = if staged { Way::Staged(&mover) } else { Way::Direct };
-        let stream = Stream::new(true);
-        let setup = Setup::new(session, 0, Direction::Scatter, 3);
-        let planes = kernel.register(&setup.plan).unwrap();
+        let rig = Rig::new();
+        let (kernel, stream, way) = (&rig.kernel, &rig.stream, rig.way(staged));
+        let (setup, planes) = rig.setup(session, Direction::Scatter);
         let seen = Device::new(setup.paged.len);
         session.set("delay_us", 1000);
-        let _flight = setup.launch(&kernel, &planes, setup.host_slots(), stream.0, way).unwrap();
+        let _flight = setup.launch(kernel, &planes, setup.host_slots(), stream.0, way).unwrap();
         ok!(cuMemcpyDtoDAsync_v2(seen.addr, setup.paged.addr, setup.paged.len, stream.0));
         stream.wait();
         assert_eq!(seen.read(session), setup.images.cache_after);

@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUstream;
 use maru_kernel_cuda::{
     KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable, StagedLaunch, StagedMover,
+    StagedOptions,
 };
 use maru_layout::{CopyJob, CopyPlan, DType, Direction, JobRequest, SlabSpan, SlotMapping};
 use maru_sim_driver::Session;
 
 use crate::cases::{Cache, Dims, Images, ORDERS, Rng, compare, random_slots};
-use crate::common::{Device, Pinned};
+use crate::common::{Device, Pinned, Stream, context};
 
 pub(crate) const DIMS: Dims =
     Dims { layers: 2, blocks: 6, block_size: 4, heads: 3, head_size: 8, dtype: DType::Bf16, pad: 8 };
@@ -31,6 +33,35 @@ pub(crate) struct Setup {
 pub(crate) enum Way<'a> {
     Direct,
     Staged(&'a StagedMover),
+}
+
+/// A kernel, a ring and a stream on device 0, whose context is current.
+pub(crate) struct Rig {
+    pub(crate) stream: Stream,
+    mover: StagedMover,
+    pub(crate) kernel: PagedCopyKernel,
+    _context: Arc<CudaContext>,
+}
+
+impl Rig {
+    pub(crate) fn new() -> Rig {
+        let context = context(0);
+        let kernel = PagedCopyKernel::load(context.clone()).unwrap();
+        // A small ring: transfers go round it.
+        let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(4 * 4096)).unwrap();
+        Rig { stream: Stream::new(true), mover, kernel, _context: context }
+    }
+
+    pub(crate) fn way(&self, staged: bool) -> Way<'_> {
+        if staged { Way::Staged(&self.mover) } else { Way::Direct }
+    }
+
+    /// A transfer of its own with the plane table of its cache.
+    pub(crate) fn setup(&self, session: &Session, direction: Direction) -> (Setup, PlaneTable) {
+        let setup = Setup::new(session, 0, direction, 3);
+        let planes = self.kernel.register(&setup.plan).unwrap();
+        (setup, planes)
+    }
 }
 
 /// Something in flight.
