@@ -28,7 +28,7 @@ static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 impl TransferEngine {
     /// Opens the device and the movers the configuration asks for. Pools are opened apart, see
-    /// [`crate::pool`].
+    /// [`TransferEngine::open_pool`].
     ///
     /// # Errors
     /// [`TransferError::Config`] for contradictions, [`TransferError::NotAvailable`] when what was asked for
