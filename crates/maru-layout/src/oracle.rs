@@ -1,7 +1,7 @@
 //! The naive mover that every other one is compared with: one byte at a time, straight from the tensor's
 //! shape and strides and the slab's documented formula. It shares no arithmetic with plans and jobs.
 
-use crate::{Axis, DType, Direction, TensorDesc};
+use crate::{Axis, Direction, TensorDesc};
 
 /// A cache as the test that registered it knows it.
 #[derive(Clone, Debug)]
@@ -126,9 +126,4 @@ pub fn pattern(layer: u64, kv: u64, token: u64, head: u64, byte: u64) -> u8 {
         x ^= x >> 32;
     }
     x.to_le_bytes()[0]
-}
-
-/// Bytes of `n` elements, for sizing test memory.
-pub fn bytes_of(n: u64, dtype: DType) -> u64 {
-    n.saturating_mul(dtype.size())
 }

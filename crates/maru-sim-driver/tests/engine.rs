@@ -16,7 +16,7 @@ use common::{Device, Stream, context, current, unbind};
 use maru_cxl::{CudaRegistrar, Region, RegisterOptions, Slab};
 use maru_layout::{CacheSpec, DType, Direction, SlotMapping};
 use maru_sim_driver::{CopyKind, Session};
-use maru_transfer::config::{BackendChoice, Config, DeviceChoice, PoolConfig};
+use maru_transfer::config::{BackendChoice, Config, DeviceChoice, PoolConfig, StrategyChoice};
 use maru_transfer::{
     CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine, TransferError, TransferRequest,
 };
@@ -30,6 +30,7 @@ fn main() {
         submit_returns_before_the_bytes_are_moved,
         transfers_are_ordered_by_the_callers_stream,
         a_dropped_transfer_waits,
+        a_batch_loads_what_it_stored_before,
         a_region_outlives_its_transfer,
         every_call_of_a_submit_fails_once,
         a_lost_context_is_said_and_nothing_hangs,
@@ -371,6 +372,35 @@ fn a_lost_context_does_not_degrade_to_the_fallback(session: &Session) {
     session.poison(0, 0);
     assert_eq!(error.kind(), "context_lost", "{error}");
     TransferEngine::open(&auto).unwrap();
+}
+
+/// Stores twelve tokens and loads them into twelve other slots in one batch, however batches are moved.
+fn a_batch_loads_what_it_stored_before(session: &Session) {
+    let _context = context(0);
+    for (strategy, fused) in
+        [(StrategyChoice::Staged, false), (StrategyChoice::Auto, true), (StrategyChoice::Direct, false)]
+    {
+        let mut config = config(0, 12);
+        config.transfer.strategy = strategy;
+        config.transfer.enable_fused_load = fused;
+        let engine = TransferEngine::open(&config).unwrap();
+        let setup = Setup::new(session, &engine, "blocks_first_nhd", DIMS, Direction::Gather).pinned(0);
+        let (from, to): (Vec<i64>, Vec<i64>) = ((0..12).collect(), (12..24).collect());
+        let store = |slots: &[i64]| {
+            TransferRequest::gather(&setup.registered, SlotMapping::from_slots(slots), &setup.slab)
+        };
+        let load =
+            TransferRequest::scatter(&setup.registered, SlotMapping::from_slots(to.clone()), &setup.slab);
+        let transfer = engine.submit_many(&[store(&from), load]).unwrap();
+        assert_eq!(transfer.strategy(), "direct");
+        transfer.wait().unwrap();
+        let stored = setup.slab_bytes();
+        setup.slab.write_at(0, &[0x5a; 64]).unwrap();
+        let transfer = engine.submit(&store(&to)).unwrap();
+        assert_eq!(transfer.strategy(), if strategy == StrategyChoice::Staged { "staged" } else { "direct" });
+        transfer.wait().unwrap();
+        assert!(setup.slab_bytes() == stored, "{strategy:?}: the load read something else than was stored");
+    }
 }
 
 fn a_gpu_too_old_for_the_kernel_has_the_fallback(session: &Session) {

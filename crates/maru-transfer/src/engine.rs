@@ -116,7 +116,8 @@ impl TransferEngine {
     /// begun.
     ///
     /// # Errors
-    /// As [`TransferEngine::submit`]; [`TransferError::MixedBatch`] for slabs of several caches.
+    /// As [`TransferEngine::submit`]; [`TransferError::MixedBatch`] for slabs of several caches,
+    /// [`TransferError::MixedStreams`] for several streams.
     pub fn submit_many(&self, requests: &[TransferRequest]) -> Result<Transfer, TransferError> {
         let Some(first) = requests.first() else {
             return Ok(Transfer::new(Completion::Done, Vec::new(), self.backend(), "none", 0));
@@ -177,15 +178,15 @@ fn pick<'a>(cache: &'a RegisteredCache, jobs: &[CopyJob]) -> Result<&'a Mover, T
     }
 }
 
-/// Loads one layer after the other, the same layer of all slabs side by side, so that the first layers are there
-/// first (`enable_fused_load`). Stores stay as they are.
+/// A batch of loads one layer after the other, the same layer of all slabs side by side, so that the first layers
+/// are there first (`enable_fused_load`). A batch with stores in it keeps its order.
 fn by_layer(jobs: Vec<CopyJob>) -> Vec<CopyJob> {
-    let (loads, mut ordered): (Vec<_>, Vec<_>) =
-        jobs.into_iter().partition(|j| j.direction() == Direction::Scatter);
-    let mut layers: Vec<(u32, CopyJob)> = loads.iter().flat_map(CopyJob::single_layers).collect();
+    if jobs.iter().any(|job| job.direction() == Direction::Gather) {
+        return jobs;
+    }
+    let mut layers: Vec<(u32, CopyJob)> = jobs.iter().flat_map(CopyJob::single_layers).collect();
     layers.sort_by_key(|(layer, _)| *layer);
-    ordered.extend(layers.into_iter().map(|(_, job)| job));
-    ordered
+    layers.into_iter().map(|(_, job)| job).collect()
 }
 
 type Chosen = (Place, Backend, Option<Backend>);

@@ -58,11 +58,13 @@ impl NativeBackend {
         Ok(NativeBackend { kernel, device, options, staged, stage_from })
     }
 
-    /// The pieces of every job, if this batch is to be staged and can be.
+    /// The pieces of every job, if this batch is to be staged and can be. The ring's streams do not wait for each
+    /// other, so a batch of stores and loads, where one may read what another wrote, goes directly, in order.
     fn pieces(&self, jobs: &[CopyJob]) -> Option<(&StagedMover, Vec<Pieces>)> {
         let mover = self.staged.as_ref()?;
         let bytes = jobs.iter().fold(0u64, |sum, job| sum.saturating_add(job.bytes()));
-        if bytes < self.stage_from {
+        let mixed = jobs.windows(2).any(|pair| pair[0].direction() != pair[1].direction());
+        if bytes < self.stage_from || mixed {
             return None;
         }
         let pieces = jobs.iter().map(|job| mover.pieces(job)).collect::<Option<_>>()?;
