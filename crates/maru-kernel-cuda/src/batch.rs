@@ -2,6 +2,7 @@
 //! small slabs feel.
 
 use cudarc::driver::sys::CUstream;
+use maru_driver::stream as streams;
 use maru_layout::CopyJob;
 
 use crate::geometry::{BatchLaunch, Limits};
@@ -28,9 +29,12 @@ impl PagedCopyKernel {
         stream: CUstream,
         options: LaunchOptions,
     ) -> Result<Vec<Launched>, KernelError> {
-        let mut queued = Vec::new();
+        let _current = self.inner.context.enter()?;
+        // SAFETY: the stream is the caller's promise.
+        let capturing = unsafe { streams::is_capturing(stream) }?;
+        let mut queued = Vec::with_capacity(1);
         // SAFETY: the caller's promises, passed on.
-        match unsafe { self.queue_many(jobs, planes, stream, options, &mut queued) } {
+        match unsafe { self.put_many(jobs, planes, stream, options, capturing, &mut queued) } {
             Ok(()) => Ok(queued),
             Err(error) => {
                 for launched in &queued {
@@ -43,22 +47,25 @@ impl PagedCopyKernel {
         }
     }
 
+    /// [`PagedCopyKernel::launch_many`] with the context current; leaves the waiting after an error to the caller.
+    ///
     /// # Safety
-    /// As [`PagedCopyKernel::launch_many`].
-    unsafe fn queue_many(
+    /// As there; `capturing` says whether the stream is being captured.
+    pub(crate) unsafe fn put_many(
         &self,
         jobs: &[CopyJob],
         planes: &PlaneTable,
         stream: CUstream,
         options: LaunchOptions,
+        capturing: bool,
         queued: &mut Vec<Launched>,
     ) -> Result<(), KernelError> {
         if let Some(job) = jobs.iter().find(|job| !planes.is_of(job.plan().bases())) {
             tracing::debug!(planes = job.plan().bases().len(), "a job of another cache in a batch");
             return Err(KernelError::WrongPlanes);
         }
-        // SAFETY: the stream is the caller's promise. A graph must not use the ring.
-        let batches = jobs.len() > 1 && !unsafe { self.is_capturing(stream) }?;
+        // A graph must not use the ring.
+        let batches = jobs.len() > 1 && !capturing;
         let limits = Limits::blocks(options.sm_budget);
         let mut rest = jobs;
         while let Some(job) = rest.first() {
@@ -73,7 +80,8 @@ impl PagedCopyKernel {
                 }
             }
             // SAFETY: the caller's promises, passed on.
-            queued.push(unsafe { self.launch(job, planes, stream, options) }?);
+            let state = unsafe { self.put(job, planes, stream, options, capturing) }?;
+            queued.push(Launched::new(&self.inner, planes, state, job.plan().geometry().num_slots));
             rest = &rest[1..];
         }
         Ok(())
@@ -82,7 +90,7 @@ impl PagedCopyKernel {
     /// One launch for several jobs; `None` if the ring has no room now.
     ///
     /// # Safety
-    /// As [`PagedCopyKernel::launch_many`]; the stream is not being captured.
+    /// As [`PagedCopyKernel::launch_many`]; the stream is not being captured and the context is current.
     unsafe fn launch_batch(
         &self,
         mut batch: BatchLaunch,
@@ -91,7 +99,6 @@ impl PagedCopyKernel {
         stream: CUstream,
     ) -> Result<Option<Launched>, KernelError> {
         let kernel = &self.inner;
-        let _current = kernel.context.enter()?;
         let ticket = kernel.tickets.take()?;
         let shape = (batch.entry, batch.blocks, batch.threads);
         let planned = batch;
@@ -109,9 +116,9 @@ impl PagedCopyKernel {
             return Ok(None);
         }
         // SAFETY: the stream is the caller's promise.
-        let ticket = unsafe { kernel.queued(uploaded.map(drop), ticket, stream) }?;
+        let mark = unsafe { self.queued(uploaded.map(drop), ticket, stream) }?;
         let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
-        let state = State::Queued { ticket, reports: false };
+        let state = State::Queued { mark, reports: false };
         Ok(Some(Launched::new(kernel, planes, state, num_slots)))
     }
 }

@@ -11,7 +11,7 @@ use maru_layout::{CopyJob, CopyPlan, JobSlots};
 
 use crate::abi::{Entry, INLINE_SLOTS, PagedCopyArgs, PagedCopyInlineArgs};
 use crate::geometry::{Addresses, Launch, Launches, Limits, SlotSource};
-use crate::launched::State;
+use crate::launched::{Mark, State};
 use crate::module::Module;
 use crate::ring::{self, SlotRing};
 use crate::tickets::{Ticket, Tickets};
@@ -143,15 +143,31 @@ impl PagedCopyKernel {
         stream: CUstream,
         options: LaunchOptions,
     ) -> Result<Launched, KernelError> {
+        let _current = self.inner.context.enter()?;
+        // SAFETY: the stream is the caller's promise.
+        let capturing = unsafe { streams::is_capturing(stream) }?;
+        // SAFETY: as for this function.
+        let state = unsafe { self.put(job, planes, stream, options, capturing) }?;
+        Ok(Launched::new(&self.inner, planes, state, job.plan().geometry().num_slots))
+    }
+
+    /// [`PagedCopyKernel::launch`] with the context current.
+    ///
+    /// # Safety
+    /// As there; `capturing` says whether the stream is being captured.
+    pub(crate) unsafe fn put(
+        &self,
+        job: &CopyJob,
+        planes: &PlaneTable,
+        stream: CUstream,
+        options: LaunchOptions,
+        capturing: bool,
+    ) -> Result<State, KernelError> {
         let kernel = &self.inner;
         if !planes.is_of(job.plan().bases()) {
             return Err(KernelError::WrongPlanes);
         }
         let num_slots = job.plan().geometry().num_slots;
-        let finish = |state| Ok(Launched::new(kernel, planes, state, num_slots));
-        let _current = kernel.context.enter()?;
-        // SAFETY: the stream is the caller's promise.
-        let capturing = unsafe { streams::is_capturing(stream) }?;
         let (source, reports) = match job.slots() {
             JobSlots::Device { addr, .. } => (SlotSource::Device { addr: *addr }, true),
             // A graph must not use the ring: its buffers are used again before a replay.
@@ -165,7 +181,7 @@ impl PagedCopyKernel {
         let addresses = Addresses { planes: planes.addr(), error: 0 };
         let mut launches = Launches::new(job, source, addresses, Limits::blocks(options.sm_budget))?;
         if launches.is_empty() {
-            return finish(State::Empty);
+            return Ok(State::Empty);
         }
         let ticket = if capturing { kernel.captured } else { kernel.tickets.take()? };
         if reports {
@@ -178,11 +194,11 @@ impl PagedCopyKernel {
         // SAFETY: the caller's promises, passed on.
         let queued = unsafe { kernel.queue(job, launches, stream) };
         if capturing {
-            return queued.and_then(|()| finish(State::Captured));
+            return queued.map(|()| State::Captured);
         }
         // SAFETY: the stream is the caller's promise.
-        let ticket = unsafe { kernel.queued(queued, ticket, stream) }?;
-        finish(State::Queued { ticket, reports })
+        let mark = unsafe { self.queued(queued, ticket, stream) }?;
+        Ok(State::Queued { mark, reports })
     }
 
     /// Whether a stream is being captured into a graph.
@@ -217,7 +233,7 @@ impl PagedCopyKernel {
     }
 }
 
-impl Inner {
+impl PagedCopyKernel {
     /// Marks the end of what was queued on a stream. If something failed, waits for what is there, so that its
     /// memory may be reused once the error is returned.
     ///
@@ -228,17 +244,19 @@ impl Inner {
         outcome: Result<(), KernelError>,
         ticket: Ticket,
         stream: CUstream,
-    ) -> Result<Ticket, KernelError> {
+    ) -> Result<Arc<Mark>, KernelError> {
         // SAFETY: the pool is alive; the stream is the caller's promise.
         let marked = outcome.and_then(|()| Ok(unsafe { ticket.record(stream) }?));
-        let Err(error) = marked else { return Ok(ticket) };
+        let Err(error) = marked else { return Ok(Mark::new(&self.inner, ticket)) };
         // SAFETY: the stream is the caller's promise.
         if unsafe { streams::synchronize(stream) }.is_ok() {
-            self.tickets.give_back(ticket, true);
+            self.inner.tickets.give_back(ticket, true);
         }
         Err(error)
     }
+}
 
+impl Inner {
     /// Queues every launch of a job.
     ///
     /// # Safety

@@ -15,14 +15,13 @@ use crate::{KernelError, PlaneTable};
 /// device slots must stay until the transfer is over.
 #[derive(Debug)]
 pub struct Launched {
-    pub(crate) kernel: Arc<Inner>,
+    /// The kernel, for a captured launch, which has no mark that holds it.
+    _kernel: Arc<Inner>,
     /// Held for its memory, which the launch reads.
-    pub(crate) _planes: PlaneTable,
+    _planes: PlaneTable,
     pub(crate) state: State,
     /// Slots of the cache, for the message.
-    pub(crate) num_slots: u64,
-    /// Set once the transfer is known to be over, so that its ticket can be used again without asking.
-    over: AtomicBool,
+    num_slots: u64,
 }
 
 #[derive(Debug)]
@@ -31,14 +30,52 @@ pub(crate) enum State {
     Empty,
     /// Part of a graph: there is nothing to wait for here.
     Captured,
-    /// Done when the ticket's event is; `reports` if the kernel checks the slots.
-    Queued { ticket: Ticket, reports: bool },
+    /// Done when the mark is reached; `reports` if the kernel checks the slots.
+    Queued { mark: Arc<Mark>, reports: bool },
+}
+
+/// A place on a stream: a recorded ticket, given back when the last holder goes. Keeps the kernel alive, whose
+/// the ticket is.
+#[derive(Debug)]
+pub(crate) struct Mark {
+    ticket: Ticket,
+    /// Set once it is known to be reached, so that the ticket can be used again without asking.
+    over: AtomicBool,
+    kernel: Arc<Inner>,
+}
+
+impl Mark {
+    /// Around a ticket that is recorded.
+    pub(crate) fn new(kernel: &Arc<Inner>, ticket: Ticket) -> Arc<Self> {
+        Arc::new(Mark { ticket, over: AtomicBool::new(false), kernel: Arc::clone(kernel) })
+    }
+
+    /// Whether someone has found it reached. Asks no driver.
+    pub(crate) fn is_known_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+    }
+
+    /// Makes what is queued on a stream from now on wait for it. The context is current.
+    ///
+    /// # Safety
+    /// `stream` is a live stream.
+    pub(crate) unsafe fn order_before(&self, stream: CUstream) -> Result<(), KernelError> {
+        // SAFETY: the pool lives as long as the kernel, which this value keeps alive; the stream is the
+        // caller's promise.
+        Ok(unsafe { self.ticket.order_before(stream) }?)
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // No driver call here: whether it is reached is asked when the ticket is needed again.
+        self.kernel.tickets.give_back(self.ticket, self.is_known_over());
+    }
 }
 
 impl Launched {
     pub(crate) fn new(kernel: &Arc<Inner>, planes: &PlaneTable, state: State, num_slots: u64) -> Self {
-        let over = AtomicBool::new(false);
-        Launched { kernel: Arc::clone(kernel), _planes: planes.clone(), state, num_slots, over }
+        Launched { _kernel: Arc::clone(kernel), _planes: planes.clone(), state, num_slots }
     }
 
     /// Whether the launch became part of a CUDA graph. It then runs whenever the graph does, the caller keeps
@@ -53,19 +90,27 @@ impl Launched {
         matches!(self.state, State::Queued { reports: true, .. })
     }
 
+    /// The place on the stream behind it; `None` where there is none.
+    pub(crate) fn mark(&self) -> Option<&Arc<Mark>> {
+        match &self.state {
+            State::Queued { mark, .. } => Some(mark),
+            State::Empty | State::Captured => None,
+        }
+    }
+
     /// Whether the transfer is over. Does not wait.
     ///
     /// # Errors
     /// [`KernelError::Driver`] if the driver reports one, which may stem from other work of the context;
     /// [`KernelError::SlotOutOfRange`] once it is over and a slot in device memory was bad.
     pub fn is_complete(&self) -> Result<bool, KernelError> {
-        let State::Queued { ticket, .. } = &self.state else { return Ok(true) };
-        let _current = self.kernel.context.enter()?;
-        // SAFETY: the pool lives as long as the kernel, which this value keeps alive.
-        if !unsafe { ticket.is_complete() }? {
+        let State::Queued { mark, .. } = &self.state else { return Ok(true) };
+        let _current = mark.kernel.context.enter()?;
+        // SAFETY: the pool lives as long as the kernel, which the mark keeps alive.
+        if !unsafe { mark.ticket.is_complete() }? {
             return Ok(false);
         }
-        self.over.store(true, Ordering::Relaxed);
+        mark.over.store(true, Ordering::Relaxed);
         self.outcome().map(|()| true)
     }
 
@@ -74,11 +119,11 @@ impl Launched {
     /// # Errors
     /// As [`Launched::is_complete`].
     pub fn wait(&self) -> Result<(), KernelError> {
-        let State::Queued { ticket, .. } = &self.state else { return Ok(()) };
-        let _current = self.kernel.context.enter()?;
+        let State::Queued { mark, .. } = &self.state else { return Ok(()) };
+        let _current = mark.kernel.context.enter()?;
         // SAFETY: as above.
-        unsafe { ticket.wait() }?;
-        self.over.store(true, Ordering::Relaxed);
+        unsafe { mark.ticket.wait() }?;
+        mark.over.store(true, Ordering::Relaxed);
         self.outcome()
     }
 
@@ -90,17 +135,17 @@ impl Launched {
     /// # Safety
     /// `stream` is a live stream.
     pub unsafe fn order_before(&self, stream: CUstream) -> Result<(), KernelError> {
-        let State::Queued { ticket, .. } = &self.state else { return Ok(()) };
-        let _current = self.kernel.context.enter()?;
-        // SAFETY: as above; the stream is the caller's promise.
-        Ok(unsafe { ticket.order_before(stream) }?)
+        let State::Queued { mark, .. } = &self.state else { return Ok(()) };
+        let _current = mark.kernel.context.enter()?;
+        // SAFETY: the stream is the caller's promise.
+        unsafe { mark.order_before(stream) }
     }
 
     /// What the kernel reported; to be asked when the transfer is over.
     fn outcome(&self) -> Result<(), KernelError> {
         match &self.state {
-            State::Queued { ticket, reports: true } => {
-                let record = ticket.payload.read();
+            State::Queued { mark, reports: true } => {
+                let record = mark.ticket.payload.read();
                 match record.raised {
                     0 => Ok(()),
                     _ => Err(KernelError::SlotOutOfRange {
@@ -111,15 +156,6 @@ impl Launched {
                 }
             }
             _ => Ok(()),
-        }
-    }
-}
-
-impl Drop for Launched {
-    fn drop(&mut self) {
-        if let State::Queued { ticket, .. } = &self.state {
-            // No driver call here: whether it is over is asked when the ticket is needed again.
-            self.kernel.tickets.give_back(*ticket, self.over.load(Ordering::Relaxed));
         }
     }
 }

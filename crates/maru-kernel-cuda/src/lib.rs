@@ -40,4 +40,4 @@ pub use image::Image;
 pub use kernel::{LaunchOptions, PagedCopyKernel};
 pub use launched::Launched;
 pub use planes::PlaneTable;
-pub use staged::{StagedLaunch, StagedMover, StagedOptions};
+pub use staged::{StagedLaunch, StagedMover, StagedOptions, StagedStep};

@@ -9,8 +9,9 @@ use crate::{CopyJob, CopyPlan, JobSlots, SlabSpan};
 
 /// A run of planes of a job: what moves through a staging buffer at once.
 ///
-/// In the slab its bytes are `height` spans of `width` bytes, `pitch` apart, the first `offset` bytes behind
-/// the job's slab address ([`CopyJob::slab`]). A staging buffer holds them at the same pitch from `lead` on.
+/// In the slab its bytes are `runs` runs, `run_stride` apart, of `height` spans of `width` bytes, `pitch` apart,
+/// the first `offset` bytes behind the job's slab address ([`CopyJob::slab`]). A staging buffer holds the spans
+/// at the same pitch from `lead` on, one run after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// First span in the slab, from the job's slab address on.
@@ -19,22 +20,32 @@ pub struct Piece {
     pub lead: u64,
     /// Bytes of a span.
     pub width: u64,
-    /// Spans: planes of the piece.
+    /// Spans of a run.
     pub height: u64,
     /// Bytes from span to span, on both sides.
     pub pitch: u64,
-    first_plane: u32,
+    /// Runs: 2 for K and V of some of a slab's layers, which do not follow each other there.
+    pub runs: u64,
+    /// Bytes from run to run in the slab.
+    pub run_stride: u64,
+    /// Plane or, with several runs, layer.
+    first: u32,
 }
 
 impl Piece {
-    /// Whether its spans lie side by side, so that a plain copy will do.
-    pub fn is_contiguous(&self) -> bool {
+    /// Whether the spans of a run lie side by side.
+    pub fn has_whole_runs(&self) -> bool {
         self.height == 1 || self.width == self.pitch
     }
 
     /// Bytes moved.
     pub fn bytes(&self) -> u64 {
-        self.width * self.height
+        self.width * self.height * self.runs
+    }
+
+    /// Bytes of staging buffer.
+    pub fn room(&self) -> u64 {
+        self.pitch * self.height * self.runs
     }
 }
 
@@ -68,24 +79,32 @@ impl CopyJob {
         let moved = self.tokens() - self.skip();
         let (first, count) = (u64::from(self.first_layer()), u64::from(self.layer_count()));
         let mut list = Vec::new();
+        let lead = self.skip() * row;
+        let flat = self.plan().flattened();
+        // Some layers: K and V together if they fit.
+        if count < g.layers && g.kv_planes > 1 && count > 0 && count * g.kv_planes <= per_piece {
+            let (width, run_stride) = (moved * row, g.layers * strip);
+            let (runs, first) = (g.kv_planes, self.first_layer());
+            let offset = i64::try_from(lead).ok()?;
+            list.push(Piece { offset, lead, width, height: count, pitch: strip, runs, run_stride, first });
+            return Some(Pieces { job: self.clone(), flat, list });
+        }
         // All layers: K and V planes are one run. Some layers: a run each.
         let runs = match count == g.layers {
             true => vec![(0, g.kv_planes * g.layers)],
             false => (0..g.kv_planes).map(|kv| (kv * g.layers + first, count)).collect(),
         };
-        let lead = self.skip() * row;
         for (start, planes) in runs {
             let mut plane = start;
             while plane < start + planes {
                 let height = per_piece.min(start + planes - plane);
                 // Relative to the job's slab address, which is that of plane `first`. Below 2^63: the slab is.
                 let offset = i64::try_from(plane * strip + lead).ok()? - i64::try_from(first * strip).ok()?;
-                let first_plane = u32::try_from(plane).ok()?;
-                list.push(Piece { offset, lead, width: moved * row, height, pitch: strip, first_plane });
+                let (width, first) = (moved * row, u32::try_from(plane).ok()?);
+                list.push(Piece { offset, lead, width, height, pitch: strip, runs: 1, run_stride: 0, first });
                 plane += height;
             }
         }
-        let flat = Arc::new(self.plan().flattened());
         Some(Pieces { job: self.clone(), flat, list })
     }
 
@@ -115,9 +134,12 @@ impl Pieces {
 
     /// The job that moves a piece between the cache and a staging buffer at this address.
     pub fn staged(&self, piece: &Piece, host: Option<u64>, device: Option<u64>) -> CopyJob {
-        let len = piece.pitch * piece.height;
+        let plan = match piece.runs {
+            1 => Arc::clone(&self.flat),
+            _ => self.job.plan().windowed(piece.height),
+        };
         // The piece came out of a checked job; `list` hands out no others.
         let count = u32::try_from(piece.height).unwrap_or(0);
-        self.job.on_plan(Arc::clone(&self.flat), SlabSpan { host, device, len }, piece.first_plane, count)
+        self.job.on_plan(plan, SlabSpan { host, device, len: piece.room() }, piece.first, count)
     }
 }

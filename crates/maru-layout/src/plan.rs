@@ -1,6 +1,6 @@
 //! What a mover needs to know of a cache and a slab geometry, worked out once.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::{LayoutError, PagedLayout, SlabLayout};
 
@@ -80,13 +80,32 @@ impl Geometry {
 
 /// A cache's plane addresses and how its rows meet those of a slab geometry. Shared by every transfer
 /// between the two.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct CopyPlan {
     geometry: Geometry,
     bases: Arc<[u64]>,
     plane_bytes: u64,
     slab: SlabLayout,
+    derived: Derived,
 }
+
+/// Plans for staging buffers, worked out when first asked for.
+#[derive(Clone, Debug, Default)]
+struct Derived {
+    flat: OnceLock<Arc<CopyPlan>>,
+    /// For this many layers at once.
+    window: OnceLock<(u64, Arc<CopyPlan>)>,
+}
+
+/// Two plans are equal if they move the same bytes, whatever was derived from either.
+impl PartialEq for CopyPlan {
+    fn eq(&self, other: &Self) -> bool {
+        let key = |p: &CopyPlan| (p.geometry, p.plane_bytes);
+        key(self) == key(other) && self.bases == other.bases && self.slab == other.slab
+    }
+}
+
+impl Eq for CopyPlan {}
 
 impl CopyPlan {
     /// Relates a cache to a slab geometry.
@@ -136,24 +155,40 @@ impl CopyPlan {
             return Err(LayoutError::Overflow { what: "a plane's last address" });
         }
         let geometry = fold(paged, slab, layers, &bases);
-        Ok(CopyPlan { geometry, bases, plane_bytes: paged.plane_bytes(), slab: slab.clone() })
+        let (plane_bytes, slab) = (paged.plane_bytes(), slab.clone());
+        Ok(CopyPlan { geometry, bases, plane_bytes, slab, derived: Derived::default() })
     }
 
     /// All planes as the layers of one plane kind, of a packed slab. The caller sees to it that the slab is
     /// packed.
-    pub(crate) fn flattened(&self) -> Self {
-        let mut flat = self.clone();
-        let planes = self.geometry.kv_planes * self.geometry.layers;
+    pub(crate) fn flattened(&self) -> Arc<Self> {
+        Arc::clone(self.derived.flat.get_or_init(|| {
+            let planes = self.geometry.kv_planes * self.geometry.layers;
+            Arc::new(self.with_slab(planes, 1, planes))
+        }))
+    }
+
+    /// The same planes with a packed slab that holds `layers` of the layers.
+    pub(crate) fn windowed(&self, layers: u64) -> Arc<Self> {
+        let make = || Arc::new(self.with_slab(self.geometry.layers, self.geometry.kv_planes, layers));
+        // Transfers layer by layer ask for the same number again and again.
+        let (kept, plan) = self.derived.window.get_or_init(|| (layers, make()));
+        if *kept == layers { Arc::clone(plan) } else { make() }
+    }
+
+    /// The planes as `kv_planes` kinds of `layers` each, with a packed slab of `in_slab` layers.
+    fn with_slab(&self, layers: u64, kv_planes: u64, in_slab: u64) -> Self {
         let strip = self.slab.row_bytes() * self.slab.tokens();
-        flat.geometry.kv_planes = 1;
-        flat.geometry.layers = planes;
-        flat.geometry.slab_kv_stride = 0;
-        flat.geometry.slab_layer_stride = if planes == 1 { 0 } else { strip };
-        flat.slab.planes = 1;
-        flat.slab.layers = planes;
-        flat.slab.kv_stride = 0;
-        flat.slab.layer_stride = flat.geometry.slab_layer_stride;
-        flat
+        let stride = |count: u64, bytes: u64| if count == 1 { 0 } else { bytes };
+        let mut plan = CopyPlan { derived: Derived::default(), ..self.clone() };
+        let (g, slab) = (&mut plan.geometry, &mut plan.slab);
+        (g.layers, g.kv_planes) = (layers, kv_planes);
+        g.slab_kv_stride = stride(kv_planes, in_slab * strip);
+        g.slab_layer_stride = stride(in_slab, strip);
+        (slab.layers, slab.planes) = (in_slab, kv_planes);
+        (slab.kv_stride, slab.layer_stride) = (g.slab_kv_stride, g.slab_layer_stride);
+        slab.bytes = kv_planes * in_slab * strip;
+        plan
     }
 
     /// The numbers.

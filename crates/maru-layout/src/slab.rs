@@ -17,7 +17,7 @@ pub struct SlabLayout {
     pub(crate) kv_stride: u64,
     pub(crate) layer_stride: u64,
     pub(crate) token_stride: u64,
-    bytes: u64,
+    pub(crate) bytes: u64,
 }
 
 impl SlabLayout {

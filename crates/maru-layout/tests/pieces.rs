@@ -101,9 +101,10 @@ fn carry_out(job: &CopyJob, cache: &mut [u8], slab: &mut [u8]) {
 }
 
 fn copy_spans(piece: &maru_layout::Piece, slab_at: u64, slab: &mut [u8], ring: &mut [u8], to_ring: bool) {
-    for i in 0..piece.height {
-        let s = usize::try_from(i64::try_from(slab_at + i * piece.pitch).unwrap() + piece.offset).unwrap();
-        let r = (piece.lead + i * piece.pitch) as usize;
+    for (run, i) in (0..piece.runs).flat_map(|run| (0..piece.height).map(move |i| (run, i))) {
+        let at = slab_at + run * piece.run_stride + i * piece.pitch;
+        let s = usize::try_from(i64::try_from(at).unwrap() + piece.offset).unwrap();
+        let r = (piece.lead + (run * piece.height + i) * piece.pitch) as usize;
         let n = piece.width as usize;
         match to_ring {
             true => ring[r..r + n].copy_from_slice(&slab[s..s + n]),
@@ -116,7 +117,12 @@ fn bytes(n: usize, seed: u8) -> Vec<u8> {
     (0..n).map(|i| (i as u32).wrapping_mul(2_654_435_761).to_be_bytes()[1] ^ seed).collect()
 }
 
+/// A few for an interpreter, which has no files either.
+const CASES: u32 = if cfg!(miri) { 2 } else { 256 };
+
 proptest! {
+    #![proptest_config(ProptestConfig { cases: CASES, failure_persistence: None, ..ProptestConfig::default() })]
+
     #[test]
     fn pieces_make_the_whole(
         order in Just((0..20i64).collect::<Vec<_>>()).prop_shuffle(),
@@ -138,7 +144,7 @@ proptest! {
         carry_out(&whole, &mut cache2, &mut slab2);
         let mut ring = vec![0xEE; (most * strip) as usize];
         for piece in pieces.list() {
-            prop_assert!(piece.pitch * piece.height <= most * strip);
+            prop_assert!(piece.room() <= most * strip);
             let staged = pieces.staged(piece, Some(0), Some(0));
             prop_assert!(staged.access_bytes() >= 1);
             let at = whole.slab().host.unwrap();
@@ -173,4 +179,16 @@ fn a_plane_larger_than_the_buffer_is_not_staged() {
     let job = job(&w, Direction::Scatter, &[3], 0, None);
     assert!(job.pieces(48 * TOKENS - 1).is_none());
     assert_eq!(job.pieces(48 * TOKENS).expect("one plane a piece").list().len(), 6);
+}
+
+#[test]
+fn k_and_v_of_a_layer_are_one_piece_if_they_fit() {
+    let w = world();
+    let job = job(&w, Direction::Scatter, &[3, 7], 0, Some((1, 1)));
+    let strip = 48 * TOKENS;
+    let together = job.pieces(2 * strip).expect("packed");
+    let [piece] = together.list() else { panic!("one piece, not {}", together.list().len()) };
+    assert_eq!((piece.runs, piece.height, piece.run_stride), (2, 1, LAYERS * strip));
+    assert_eq!(piece.bytes(), 2 * 2 * 48);
+    assert_eq!(job.pieces(strip).expect("packed").list().len(), 2);
 }

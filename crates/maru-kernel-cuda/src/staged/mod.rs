@@ -13,19 +13,22 @@
 //!                         kernel:    └► scatter 0 │ scatter 1 ─► caller              copy out:    └► drain 0 │ drain 1 ─► caller
 //! ```
 //!
-//! A buffer is filled again when its last use is over, by an event; the host waits for nothing.
+//! A buffer is filled again when its last use is over, by an event; the host waits for nothing. What fits one
+//! buffer has nothing to overlap with and stays on the caller's stream: two calls instead of seven.
 
 mod group;
+mod lanes;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::{self, CUstream};
-use maru_driver::stream::{OwnStream, synchronize};
-use maru_driver::{Context, DeviceBuffer, DriverError, Ticket, Tickets, check};
+use cudarc::driver::sys::{self, CUevent, CUstream};
+use maru_driver::stream::synchronize;
+use maru_driver::{DeviceBuffer, Ticket, Tickets, check};
 use maru_layout::{CopyJob, Direction, Pieces};
 
-use self::group::{Group, copy};
-use crate::launched::State;
+use self::group::{Group, groups};
+use self::lanes::{Lanes, Streams, order};
+use crate::launched::{Mark, State};
 use crate::{KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable};
 
 /// Buffers of the ring. Two are enough to overlap; more let small pieces wait for multiprocessors without
@@ -97,8 +100,24 @@ struct Buffer {
     addr: u64,
     /// Its bytes are there, for whoever takes them out.
     full: Ticket,
-    /// It may be filled again.
-    free: Ticket,
+    /// It may be filled again; `None` before its first use.
+    free: Option<Arc<Mark>>,
+}
+
+/// Transfers of a [`StagedMover`] that go together.
+#[derive(Clone, Copy, Debug)]
+pub struct StagedStep<'a> {
+    /// What moves.
+    pub jobs: &'a [Pieces],
+    /// An event, recorded before the call, that they wait for besides the stream; null for none.
+    pub after: CUevent,
+}
+
+impl<'a> StagedStep<'a> {
+    /// A step that waits for the stream only.
+    pub fn new(jobs: &'a [Pieces]) -> Self {
+        StagedStep { jobs, after: std::ptr::null_mut() }
+    }
 }
 
 impl StagedMover {
@@ -115,17 +134,12 @@ impl StagedMover {
         let count = usize::try_from(buffers).unwrap_or(2);
         let bytes = usize::try_from(buffer_bytes * buffers).unwrap_or(usize::MAX);
         let memory = DeviceBuffer::new(context.get(), bytes)?;
-        let streams = Streams {
-            copy_in: OwnStream::urgent(context)?,
-            copy_out: OwnStream::urgent(context)?,
-            kernel: OwnStream::urgent(context)?,
-            context: context.clone(),
-        };
-        let events = Tickets::new(context.get(), 2 * count + 1);
+        let streams = Streams::new(context)?;
+        let events = Tickets::new(context.get(), count + 1);
         let mut ring = Ring { next: 0, buffers: Vec::with_capacity(count), start: events.take_event()? };
         for i in 0..buffers {
-            let (full, free) = (events.take_event()?, events.take_event()?);
-            ring.buffers.push(Buffer { addr: memory.addr() + i * buffer_bytes, full, free });
+            let full = events.take_event()?;
+            ring.buffers.push(Buffer { addr: memory.addr() + i * buffer_bytes, full, free: None });
         }
         let blocks = match options.blocks {
             0 => multiprocessors(kernel)?,
@@ -154,6 +168,11 @@ impl StagedMover {
         job.pieces(self.inner.buffer_bytes)
     }
 
+    /// Bytes of a buffer: the largest plane that can pass.
+    pub fn buffer_bytes(&self) -> u64 {
+        self.inner.buffer_bytes
+    }
+
     /// Puts transfers of one cache on the caller's stream, all through one pipeline, and returns at once.
     ///
     /// # Errors
@@ -169,15 +188,36 @@ impl StagedMover {
         planes: &PlaneTable,
         stream: CUstream,
     ) -> Result<StagedLaunch, KernelError> {
+        // SAFETY: the caller's promises, passed on.
+        let mut launched = unsafe { self.launch_steps(&[StagedStep::new(jobs)], planes, stream) }?;
+        Ok(launched.pop().unwrap_or_else(|| StagedLaunch { parts: Vec::new(), _mover: self.clone() }))
+    }
+
+    /// The same in steps, one after the other through the same pipeline: each can be waited for alone, and can
+    /// wait for an event of its own. The caller's stream goes on when all are over.
+    ///
+    /// # Errors
+    /// As [`StagedMover::launch`].
+    ///
+    /// # Safety
+    /// As [`StagedMover::launch`]; the events are live and of this context.
+    pub unsafe fn launch_steps(
+        &self,
+        steps: &[StagedStep<'_>],
+        planes: &PlaneTable,
+        stream: CUstream,
+    ) -> Result<Vec<StagedLaunch>, KernelError> {
         let inner = &*self.inner;
         let _current = inner.kernel.inner.context.enter()?;
         let mut ring = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut launched = StagedLaunch { parts: Vec::with_capacity(2), _mover: self.clone() };
+        let begin = |_| StagedLaunch { parts: Vec::with_capacity(1), _mover: self.clone() };
+        let mut launched: Vec<StagedLaunch> = steps.iter().map(begin).collect();
         // SAFETY: the caller's promises, passed on.
-        let queued = unsafe { inner.queue(&mut ring, jobs, planes, stream, &mut launched) };
+        let queued = unsafe { inner.queue(&mut ring, steps, planes, stream, &mut launched) };
         if let Err(error) = queued {
             // Memory named by the jobs may be reused once this returns.
-            if let Err(error) = inner.streams.drain() {
+            // SAFETY: the stream is the caller's promise.
+            if let Err(error) = inner.streams.drain().and(unsafe { synchronize(stream) }) {
                 tracing::error!(%error, "a failed staged transfer could not be waited for");
             }
             return Err(error);
@@ -188,109 +228,117 @@ impl StagedMover {
 
 impl Inner {
     /// # Safety
-    /// As [`StagedMover::launch`]; the context is current.
+    /// As [`StagedMover::launch_steps`]; the context is current.
     unsafe fn queue(
         &self,
         ring: &mut Ring,
-        jobs: &[Pieces],
+        steps: &[StagedStep<'_>],
         planes: &PlaneTable,
         stream: CUstream,
-        launched: &mut StagedLaunch,
+        launched: &mut [StagedLaunch],
     ) -> Result<(), KernelError> {
-        let [copy_in, copy_out, kernel] = self.streams.get();
-        // SAFETY: the stream is the caller's promise; events and streams of this value live as long as it.
-        unsafe { ring.start.record(stream) }?;
-        for internal in [copy_in, copy_out, kernel] {
-            // SAFETY: as above.
-            unsafe { ring.start.order_before(internal) }?;
-        }
-        let (mut loads, mut stores) = (false, false);
-        let mut group = Group::default();
-        let pieces = jobs.iter().flat_map(|pieces| pieces.list().iter().map(move |piece| (pieces, piece)));
-        for (pieces, piece) in pieces {
-            let direction = pieces.job().direction();
-            match direction {
-                Direction::Scatter => loads = true,
-                Direction::Gather => stores = true,
+        let groups = groups(steps, self.buffer_bytes);
+        let lanes = if groups.len() > 1 { self.streams.lanes() } else { Lanes::all(stream) };
+        // Where each direction has come to.
+        let mut ends: [Option<Arc<Mark>>; 2] = [None, None];
+        let key = |group: &Group<'_>| (group.step, group.direction);
+        for (i, group) in groups.iter().enumerate() {
+            let (first, _) = lanes.ends(group.direction);
+            let end = &mut ends[usize::from(group.direction == Direction::Gather)];
+            if end.is_none() {
+                // SAFETY: the stream is the caller's promise; events and streams of this value live as long as it.
+                unsafe { order(&ring.start, stream, first) }?;
             }
-            if !group.takes(direction, piece, self.buffer_bytes) {
-                // SAFETY: the caller's promises, passed on.
-                unsafe { self.send(ring, &mut group, planes, launched) }?;
+            let after = steps[group.step].after;
+            if !after.is_null() && i.checked_sub(1).is_none_or(|before| key(&groups[before]) != key(group)) {
+                // SAFETY: event and stream are the caller's promise, or this value's.
+                check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(first, after, 0) })?;
             }
-            group.add(pieces, piece);
-        }
-        // SAFETY: as above.
-        unsafe { self.send(ring, &mut group, planes, launched) }?;
-        for (any, internal) in [(loads, kernel), (stores, copy_out)] {
-            if any {
-                launched.parts.push(self.finished(internal, planes)?);
+            let launched = &mut launched[group.step];
+            // SAFETY: the caller's promises, passed on.
+            let part = unsafe { self.send(ring, group, planes, lanes, launched) }?;
+            *end = part.mark().cloned();
+            // Of one stream the last is over last; others matter if they have something to report.
+            if part.reports() || groups.get(i + 1).is_none_or(|next| key(next) != key(group)) {
+                launched.parts.push(part);
             }
         }
-        // The caller's stream goes on when everything is done.
-        // SAFETY: the stream is the caller's promise.
-        unsafe { launched.order_before(stream) }
+        if lanes.kernel != stream {
+            // The caller's stream goes on when everything is done.
+            // SAFETY: the stream is the caller's promise.
+            ends.iter().flatten().try_for_each(|end| unsafe { end.order_before(stream) })?;
+        }
+        Ok(())
     }
 
-    /// Moves a group through the next buffer.
+    /// Moves a group through the next buffer; returns its end.
     ///
     /// # Safety
     /// As [`StagedMover::launch`]; the context is current.
     unsafe fn send(
         &self,
         ring: &mut Ring,
-        group: &mut Group<'_>,
+        group: &Group<'_>,
         planes: &PlaneTable,
+        lanes: Lanes,
         launched: &mut StagedLaunch,
-    ) -> Result<(), KernelError> {
-        let [copy_in, copy_out, kernel] = self.streams.get();
-        let Some(direction) = group.direction() else { return Ok(()) };
-        let load = direction == Direction::Scatter;
+    ) -> Result<Launched, KernelError> {
+        let load = group.direction == Direction::Scatter;
+        let (first, last) = lanes.ends(group.direction);
         let index = ring.next;
         ring.next = (index + 1) % ring.buffers.len();
-        let buffer = &ring.buffers[index];
-        let copies = |stream| {
-            group.members().try_for_each(|(pieces, piece, at)| {
-                // SAFETY: the slab is the caller's promise; `Group::takes` saw to it that the piece fits.
-                unsafe { copy(piece, pieces.job().slab(), buffer.addr + at, load, stream) }
-            })
-        };
-        let then = |event: &Ticket, from, to| -> Result<(), KernelError> {
-            // SAFETY: events and streams of this value live as long as it.
-            unsafe { event.record(from) }?;
-            // SAFETY: as above.
-            Ok(unsafe { event.order_before(to) }?)
-        };
-        let jobs =
-            group.members().map(|(pieces, piece, at)| pieces.staged(piece, None, Some(buffer.addr + at)));
-        let jobs: Vec<CopyJob> = jobs.collect();
-        let (first, last) = if load { (copy_in, kernel) } else { (kernel, copy_out) };
-        // SAFETY: as above.
-        unsafe { buffer.free.order_before(first) }?;
-        if load {
-            copies(copy_in)?;
-            then(&buffer.full, copy_in, kernel)?;
+        let buffer = &mut ring.buffers[index];
+        if let Some(free) = buffer.free.as_ref().filter(|free| !free.is_known_over()) {
+            // SAFETY: the stream is this value's or the caller's.
+            unsafe { free.order_before(first) }?;
         }
-        // SAFETY: the planes are the caller's promise; the buffer holds the pieces.
-        let parts = unsafe { self.kernel.launch_many(&jobs, planes, kernel, self.options) }?;
+        if load {
+            // SAFETY: the slabs are the caller's promise; `groups` saw to it that the pieces fit.
+            unsafe { group.copy(buffer.addr, first) }?;
+            // SAFETY: events and streams of this value live as long as it.
+            unsafe { order(&buffer.full, first, last) }?;
+        }
+        let jobs = group.jobs(buffer.addr);
+        // SAFETY: the planes are the caller's promise; the buffer holds the pieces; no capture is going on.
+        let mut parts = unsafe { self.scatter_or_gather(&jobs, planes, lanes.kernel) }?;
+        let Some(mut end) = parts.pop() else { return Ok(self.nothing(planes)) };
         launched.parts.extend(parts.into_iter().filter(Launched::reports));
         if !load {
-            then(&buffer.full, kernel, copy_out)?;
-            copies(copy_out)?;
+            // SAFETY: as above.
+            unsafe { order(&buffer.full, first, last) }?;
+            // SAFETY: as above.
+            unsafe { group.copy(buffer.addr, last) }?;
+            end = self.end_of(last, planes)?;
         }
-        // SAFETY: as above.
-        unsafe { buffer.free.record(last) }?;
-        group.clear();
-        Ok(())
+        buffer.free = end.mark().cloned();
+        Ok(end)
+    }
+
+    /// # Safety
+    /// As [`PagedCopyKernel::launch_many`]; the context is current and the stream not being captured.
+    unsafe fn scatter_or_gather(
+        &self,
+        jobs: &[CopyJob],
+        planes: &PlaneTable,
+        stream: CUstream,
+    ) -> Result<Vec<Launched>, KernelError> {
+        let mut parts = Vec::with_capacity(1);
+        // SAFETY: the caller's promises, passed on.
+        unsafe { self.kernel.put_many(jobs, planes, stream, self.options, false, &mut parts) }?;
+        Ok(parts)
     }
 
     /// A completion of everything on a stream so far.
-    fn finished(&self, stream: CUstream, planes: &PlaneTable) -> Result<Launched, KernelError> {
+    fn end_of(&self, stream: CUstream, planes: &PlaneTable) -> Result<Launched, KernelError> {
         let kernel = &self.kernel.inner;
         let ticket = kernel.tickets.take()?;
-        // SAFETY: the ticket's pool is the kernel's; the stream is this value's.
-        unsafe { ticket.record(stream) }?;
-        let state = State::Queued { ticket, reports: false };
-        Ok(Launched::new(kernel, planes, state, 0))
+        // SAFETY: the ticket's pool is the kernel's; the stream is this value's or the caller's.
+        let mark = unsafe { self.kernel.queued(Ok(()), ticket, stream) }?;
+        Ok(Launched::new(kernel, planes, State::Queued { mark, reports: false }, 0))
+    }
+
+    fn nothing(&self, planes: &PlaneTable) -> Launched {
+        Launched::new(&self.kernel.inner, planes, State::Empty, 0)
     }
 }
 
@@ -298,7 +346,7 @@ impl Inner {
 /// cancels.
 #[derive(Debug)]
 pub struct StagedLaunch {
-    /// Launches that report bad slots, then the ends of the streams that worked.
+    /// Launches that report bad slots, and the ends of what was queued.
     parts: Vec<Launched>,
     _mover: StagedMover,
 }
@@ -339,36 +387,6 @@ impl StagedLaunch {
     pub unsafe fn order_before(&self, stream: CUstream) -> Result<(), KernelError> {
         // SAFETY: the caller's promise.
         self.parts.iter().try_for_each(|part| unsafe { part.order_before(stream) })
-    }
-}
-
-/// The streams of a mover: into the ring, out of it, and the kernel's.
-#[derive(Debug)]
-struct Streams {
-    copy_in: OwnStream,
-    copy_out: OwnStream,
-    kernel: OwnStream,
-    context: Context,
-}
-
-impl Streams {
-    fn get(&self) -> [CUstream; 3] {
-        [self.copy_in.get(), self.copy_out.get(), self.kernel.get()]
-    }
-
-    /// Waits for everything queued. The context is current.
-    fn drain(&self) -> Result<(), DriverError> {
-        let [copy_in, copy_out, kernel] = self.get();
-        // An error of one wait says nothing of the others.
-        // SAFETY: the streams are this value's.
-        let waits = [copy_in, kernel, copy_out].map(|stream| unsafe { synchronize(stream) });
-        waits.into_iter().collect()
-    }
-}
-
-impl Drop for Streams {
-    fn drop(&mut self) {
-        self.context.give_back("the ring of the staged strategy", || self.drain());
     }
 }
 

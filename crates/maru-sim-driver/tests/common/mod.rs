@@ -185,6 +185,12 @@ impl Event {
         ok!(cuEventCreate(&mut event, 0));
         Event(event)
     }
+
+    /// Whether what it was recorded behind is over.
+    pub(crate) fn is_over(&self) -> bool {
+        // SAFETY: the event is alive.
+        unsafe { sys::cuEventQuery(self.0) == sys::CUresult::CUDA_SUCCESS }
+    }
 }
 
 impl Drop for Event {

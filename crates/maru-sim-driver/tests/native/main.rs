@@ -13,6 +13,7 @@ mod faults;
 mod ordering;
 mod presence;
 mod setup;
+mod steps;
 mod transfers;
 
 fn main() {
@@ -21,6 +22,7 @@ fn main() {
     }
     let mut tests = transfers::tests();
     tests.extend(ordering::tests());
+    tests.extend(steps::tests());
     tests.extend(contexts::tests());
     tests.extend(faults::tests());
     tests.extend(presence::tests());

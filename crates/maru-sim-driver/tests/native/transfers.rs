@@ -25,8 +25,14 @@ pub(crate) fn tests() -> Vec<Test> {
 
 const BOTH: [Direction; 2] = [Direction::Gather, Direction::Scatter];
 
+/// Transfers go round it in several pieces.
 fn small_ring(kernel: &PagedCopyKernel) -> StagedMover {
-    StagedMover::new(kernel, StagedOptions::with_ring_bytes(8 * 4096).with_blocks(2)).unwrap()
+    StagedMover::new(kernel, StagedOptions::with_ring_bytes(4 * 4096).with_blocks(2)).unwrap()
+}
+
+/// Any transfer here fits one buffer.
+fn roomy_ring(kernel: &PagedCopyKernel) -> StagedMover {
+    StagedMover::new(kernel, StagedOptions::with_ring_bytes(4 << 16).with_blocks(2)).unwrap()
 }
 
 fn every_layout(session: &Session, run: impl Fn(&PagedCopyKernel, &Stream, &Setup)) {
@@ -44,8 +50,10 @@ fn every_layout(session: &Session, run: impl Fn(&PagedCopyKernel, &Stream, &Setu
 
 fn every_layout_staged_through_a_small_ring(session: &Session) {
     every_layout(session, |kernel, stream, setup| {
-        let mover = small_ring(kernel);
-        setup.run(session, kernel, stream.0, Way::Staged(&mover)).unwrap();
+        for mover in [small_ring(kernel), roomy_ring(kernel)] {
+            setup.restore(session);
+            setup.run(session, kernel, stream.0, Way::Staged(&mover)).unwrap();
+        }
     });
 }
 
@@ -71,26 +79,27 @@ fn registered_memory_at_other_addresses(session: &Session) {
 fn staged_bytes_pass_through_the_copy_engine(session: &Session) {
     let context = context(0);
     let kernel = PagedCopyKernel::load(context.clone()).unwrap();
-    let (stream, mover) = (Stream::new(true), small_ring(&kernel));
-    for (direction, kind) in
-        [(Direction::Gather, CopyKind::DeviceToHost), (Direction::Scatter, CopyKind::HostToDevice)]
-    {
-        let setup = Setup::new(session, 0, direction, 3);
-        let planes = kernel.register(&setup.plan).unwrap();
-        session.clear_records();
-        let flight =
-            setup.launch(&kernel, &planes, setup.host_slots(), stream.0, Way::Staged(&mover)).unwrap();
-        flight.wait().unwrap();
-        setup.check(session);
-        let records = session.records();
-        let copied: u64 = records.iter().filter(|r| r.kind == kind).map(|r| r.bytes).sum();
-        assert!(copied >= setup.slab.len as u64, "{copied} of {}", setup.slab.len);
-        assert!(records.iter().all(|r| !r.pageable_source && !r.pageable_destination));
-        assert!(
-            records.iter().all(|r| r.stream != stream.0.addr() as u64),
-            "the caller's stream does not move bytes"
-        );
-        assert!(records.iter().any(|r| r.kind == CopyKind::Kernel));
+    let stream = Stream::new(true);
+    // One buffer's worth has nothing to overlap with and stays on the caller's stream.
+    for (mover, on_the_callers) in [(small_ring(&kernel), false), (roomy_ring(&kernel), true)] {
+        for (direction, kind) in
+            [(Direction::Gather, CopyKind::DeviceToHost), (Direction::Scatter, CopyKind::HostToDevice)]
+        {
+            let setup = Setup::new(session, 0, direction, 3);
+            let planes = kernel.register(&setup.plan).unwrap();
+            session.clear_records();
+            let flight =
+                setup.launch(&kernel, &planes, setup.host_slots(), stream.0, Way::Staged(&mover)).unwrap();
+            flight.wait().unwrap();
+            setup.check(session);
+            let records = session.records();
+            let copied: u64 = records.iter().filter(|r| r.kind == kind).map(|r| r.bytes).sum();
+            assert!(copied >= setup.slab.len as u64, "{copied} of {}", setup.slab.len);
+            assert!(records.iter().all(|r| !r.pageable_source && !r.pageable_destination));
+            let callers = stream.0.addr() as u64;
+            assert!(records.iter().all(|r| (r.stream == callers) == on_the_callers), "{records:?}");
+            assert!(records.iter().any(|r| r.kind == CopyKind::Kernel));
+        }
     }
 }
 

@@ -1,0 +1,134 @@
+//! Staged transfers in steps: layer by layer, each step waited for and held back alone.
+
+use maru_kernel_cuda::{PagedCopyKernel, StagedLaunch, StagedMover, StagedOptions, StagedStep};
+use maru_layout::{CopyJob, Direction, Pieces};
+use maru_sim_driver::Session;
+
+use crate::cases::ORDERS;
+use crate::common::{Device, Event, Stream, Test, context};
+use crate::setup::{DIMS, Setup};
+
+pub(crate) fn tests() -> Vec<Test> {
+    tests![
+        layers_one_by_one_make_the_whole,
+        a_step_is_over_before_the_next,
+        a_step_waits_for_its_event,
+        steps_of_both_directions_share_a_pipeline,
+        no_steps_are_nothing,
+    ]
+}
+
+const BOTH: [Direction; 2] = [Direction::Gather, Direction::Scatter];
+
+/// Rings whose buffers hold one plane, and every layer at once.
+const RINGS: [u64; 2] = [4 * 4096, 4 << 16];
+
+fn layers(mover: &StagedMover, job: &CopyJob) -> Vec<Vec<Pieces>> {
+    job.single_layers().map(|(_, layer)| vec![mover.pieces(&layer).expect("can be staged")]).collect()
+}
+
+fn wait(launched: &[StagedLaunch]) {
+    launched.iter().for_each(|step| step.wait().unwrap());
+}
+
+fn layers_one_by_one_make_the_whole(session: &Session) {
+    let kernel = PagedCopyKernel::load(context(0)).unwrap();
+    let stream = Stream::new(true);
+    for ring in RINGS {
+        let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(ring)).unwrap();
+        for (order, direction) in (0..ORDERS.len()).flat_map(|order| BOTH.map(|d| (order, d))) {
+            let setup = Setup::new(session, order, direction, order as u64);
+            let planes = kernel.register(&setup.plan).unwrap();
+            let layers = layers(&mover, &setup.job(setup.host_slots()));
+            assert_eq!(layers.len(), DIMS.layers as usize);
+            let steps: Vec<_> = layers.iter().map(|jobs| StagedStep::new(jobs)).collect();
+            // SAFETY: cache and slab live until the transfer is over; the slab is pinned.
+            let launched = unsafe { mover.launch_steps(&steps, &planes, stream.0) }.unwrap();
+            assert_eq!(launched.len(), steps.len());
+            wait(&launched);
+            setup.check(session);
+        }
+    }
+}
+
+fn a_step_is_over_before_the_next(session: &Session) {
+    let kernel = PagedCopyKernel::load(context(0)).unwrap();
+    let stream = Stream::new(true);
+    let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(RINGS[0])).unwrap();
+    for direction in BOTH {
+        let setup = Setup::new(session, 0, direction, 4);
+        let planes = kernel.register(&setup.plan).unwrap();
+        let layers = layers(&mover, &setup.job(setup.host_slots()));
+        let steps: Vec<_> = layers.iter().map(|jobs| StagedStep::new(jobs)).collect();
+        session.set("delay_us", 3000);
+        // SAFETY: as above.
+        let launched = unsafe { mover.launch_steps(&steps, &planes, stream.0) }.unwrap();
+        launched[0].wait().unwrap();
+        assert!(!launched[1].is_complete().unwrap(), "{direction:?}");
+        launched[1].wait().unwrap();
+        session.set("delay_us", 0);
+        setup.check(session);
+    }
+}
+
+fn a_step_waits_for_its_event(session: &Session) {
+    let kernel = PagedCopyKernel::load(context(0)).unwrap();
+    let (stream, other) = (Stream::new(true), Stream::new(true));
+    for ring in RINGS {
+        let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(ring)).unwrap();
+        for direction in BOTH {
+            let setup = Setup::new(session, 0, direction, 5);
+            let planes = kernel.register(&setup.plan).unwrap();
+            let layers = layers(&mover, &setup.job(setup.host_slots()));
+            let (busy, event) = (Device::new(64), Event::new());
+            session.set("delay_us", 2000);
+            for _ in 0..40 {
+                ok!(cuMemsetD8Async(busy.addr, 1, busy.len, other.0));
+            }
+            ok!(cuEventRecord(event.0, other.0));
+            let steps =
+                [StagedStep::new(&layers[0]), StagedStep { after: event.0, ..StagedStep::new(&layers[1]) }];
+            // SAFETY: as above; the event lives until the transfer is over.
+            let launched = unsafe { mover.launch_steps(&steps, &planes, stream.0) }.unwrap();
+            launched[0].wait().unwrap();
+            assert!(!launched[1].is_complete().unwrap() && !event.is_over(), "{direction:?}");
+            launched[1].wait().unwrap();
+            assert!(event.is_over());
+            session.set("delay_us", 0);
+            setup.check(session);
+        }
+    }
+}
+
+fn steps_of_both_directions_share_a_pipeline(session: &Session) {
+    let kernel = PagedCopyKernel::load(context(0)).unwrap();
+    let stream = Stream::new(true);
+    for ring in RINGS {
+        let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(ring)).unwrap();
+        let setups: Vec<_> = (0..6).map(|i| Setup::new(session, 0, BOTH[i % 2], i as u64)).collect();
+        let planes: Vec<_> = setups.iter().map(|s| kernel.register(&s.plan).unwrap()).collect();
+        for (setup, planes) in setups.iter().zip(&planes) {
+            let layers = layers(&mover, &setup.job(setup.host_slots()));
+            let steps: Vec<_> = layers.iter().map(|jobs| StagedStep::new(jobs)).collect();
+            // SAFETY: as above.
+            drop(unsafe { mover.launch_steps(&steps, planes, stream.0) }.unwrap());
+        }
+        stream.wait();
+        setups.iter().for_each(|setup| setup.check(session));
+    }
+}
+
+fn no_steps_are_nothing(session: &Session) {
+    let kernel = PagedCopyKernel::load(context(0)).unwrap();
+    let stream = Stream::new(true);
+    let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(RINGS[0])).unwrap();
+    let setup = Setup::new(session, 0, Direction::Gather, 3);
+    let planes = kernel.register(&setup.plan).unwrap();
+    session.clear_records();
+    // SAFETY: nothing is moved.
+    let none = unsafe { mover.launch_steps(&[], &planes, stream.0) }.unwrap();
+    // SAFETY: as above.
+    let empty = unsafe { mover.launch(&[], &planes, stream.0) }.unwrap();
+    assert!(none.is_empty() && empty.is_complete().unwrap());
+    assert!(session.records().is_empty() && setup.untouched(session));
+}
