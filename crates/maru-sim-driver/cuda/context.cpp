@@ -119,7 +119,8 @@ SIM_API cuDeviceGetName(char *name, int length, int device) {
 static Result uuid(u8 *bytes, int device) {
     if (!bytes) return kInvalidValue;
     if (!exists(device)) return kInvalidDevice;
-    std::memset(bytes, 0x51, 16);
+    if (setting(Setting::Uuid) == 0) return kNotSupported;
+    std::memset(bytes, static_cast<int>(setting(Setting::Uuid) & 0xff), 16);
     bytes[15] = static_cast<u8>(device);
     return kSuccess;
 }

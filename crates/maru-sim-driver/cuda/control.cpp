@@ -30,6 +30,7 @@ Entry table[] = {
     {"accept_fatbin", 1, {1}},
     {"descending", 0, {0}},
     {"hold_seconds", 20, {20}},
+    {"uuid", 0, {0}},
 };
 static_assert(sizeof table / sizeof *table == static_cast<std::size_t>(Setting::Count), "one entry per setting");
 

@@ -85,6 +85,7 @@ enum class Setting : std::size_t {
     AcceptFatbin,       // fat binaries hold code for this device
     Descending,         // kernels run their threads in descending order
     HoldSeconds,        // a hold that lasts longer is released, and counted
+    Uuid,               // what makes up the UUIDs of devices; 0: they have none
     Count
 };
 u64 setting(Setting which);

@@ -5,6 +5,7 @@
 
 pub mod backend;
 mod cache;
+pub mod calibration;
 pub mod config;
 mod engine;
 mod error;
@@ -19,6 +20,7 @@ mod transfer;
 
 pub use backend::{Backend, Capabilities, Enqueued, Prepared, TransferBackend};
 pub use cache::{CacheTensor, PagedCache, Tensors};
+pub use calibration::Calibration;
 pub use engine::TransferEngine;
 pub use error::TransferError;
 pub use key::{ChunkKey, ChunkKeys};

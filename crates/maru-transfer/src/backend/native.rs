@@ -8,13 +8,10 @@ use maru_kernel_cuda::{
 };
 use maru_layout::{CopyJob, CopyPlan, Pieces};
 
-use super::{Capabilities, Enqueued, Prepared, TransferBackend};
+use super::{Capabilities, DeviceBackend, Enqueued, Prepared, TransferBackend};
+use crate::calibration::{Calibration, Choice, cache_dir};
 use crate::config::{StrategyChoice, TransferConfig};
 use crate::{Completion, PagedCache, Pending, Place, Stream, TransferError};
-
-/// Bytes of a batch from which `strategy = "auto"` stages. Below, one launch is over before the copy engine
-/// and a second launch would be; see docs/performance.md.
-const STAGE_FROM: u64 = 16 << 20;
 
 /// The CUDA kernel of `maru-kernel-cuda`, loaded on one device.
 #[derive(Debug)]
@@ -24,7 +21,10 @@ pub struct NativeBackend {
     options: LaunchOptions,
     /// None for `strategy = "direct"` and where there is no memory for a ring.
     staged: Option<StagedMover>,
-    stage_from: u64,
+    /// What `strategy = "auto"` goes by; none where there is nothing to choose.
+    calibration: Option<Calibration>,
+    /// Where the calibration found driver copies to be fastest.
+    copies: Option<DeviceBackend>,
 }
 
 impl NativeBackend {
@@ -38,33 +38,49 @@ impl NativeBackend {
         let load = || PagedCopyKernel::load(open_context(usize::try_from(device).unwrap_or(usize::MAX))?);
         let kernel = load().map_err(|e| unless_lost(e, format!("the native kernel on cuda:{device}")))?;
         let ring = StagedOptions::with_ring_bytes(config.staging_bytes);
-        let (staged, stage_from) = match config.strategy {
-            StrategyChoice::Direct => (None, u64::MAX),
-            _ if config.staging_bytes == 0 => (None, u64::MAX),
+        let (staged, calibration) = match config.strategy {
+            StrategyChoice::Direct => (None, None),
+            _ if config.staging_bytes == 0 => (None, None),
             StrategyChoice::Staged => {
                 let what = format!("a ring of {} bytes", config.staging_bytes);
-                (Some(StagedMover::new(&kernel, ring).map_err(|e| unless_lost(e, what))?), 0)
+                (Some(StagedMover::new(&kernel, ring).map_err(|e| unless_lost(e, what))?), None)
             }
             _ => match StagedMover::new(&kernel, ring) {
-                Ok(mover) => (Some(mover), STAGE_FROM),
+                Ok(mover) => {
+                    let found = Calibration::obtain(&kernel, &mover, config, cache_dir().as_deref())?;
+                    (Some(mover), Some(found))
+                }
                 Err(e) if e.kind() == "context_lost" => return Err(e.into()),
                 Err(e) => {
                     tracing::warn!(bytes = config.staging_bytes, error = %e, "no ring; transfers go directly");
-                    (None, u64::MAX)
+                    (None, None)
                 }
             },
         };
         let options = LaunchOptions::default().with_sm_budget(config.sm_budget);
-        Ok(NativeBackend { kernel, device, options, staged, stage_from })
+        let copies = match calibration.as_ref().is_some_and(Calibration::uses_copy_engine) {
+            true => Some(DeviceBackend::open(device)?),
+            false => None,
+        };
+        Ok(NativeBackend { kernel, device, options, staged, calibration, copies })
+    }
+
+    /// What `strategy = "auto"` goes by; `None` where there is nothing to choose.
+    pub fn calibration(&self) -> Option<&Calibration> {
+        self.calibration.as_ref()
+    }
+
+    /// How a batch is to be moved, if it can be.
+    fn choose(&self, jobs: &[CopyJob]) -> Choice {
+        self.calibration.as_ref().map_or(Choice::Staged, |calibration| calibration.choose_batch(jobs))
     }
 
     /// The pieces of every job, if this batch is to be staged and can be. The ring's streams do not wait for each
     /// other, so a batch of stores and loads, where one may read what another wrote, goes directly, in order.
-    fn pieces(&self, jobs: &[CopyJob]) -> Option<(&StagedMover, Vec<Pieces>)> {
+    fn pieces(&self, jobs: &[CopyJob], choice: Choice) -> Option<(&StagedMover, Vec<Pieces>)> {
         let mover = self.staged.as_ref()?;
-        let bytes = jobs.iter().fold(0u64, |sum, job| sum.saturating_add(job.bytes()));
         let mixed = jobs.windows(2).any(|pair| pair[0].direction() != pair[1].direction());
-        if bytes < self.stage_from || mixed {
+        if choice != Choice::Staged || mixed {
             return None;
         }
         let pieces = jobs.iter().map(|job| mover.pieces(job)).collect::<Option<_>>()?;
@@ -113,8 +129,13 @@ impl TransferBackend for NativeBackend {
     ) -> Result<Enqueued, TransferError> {
         let planes =
             prepared.as_ref().and_then(|p| p.downcast_ref::<PlaneTable>()).ok_or(KernelError::WrongPlanes)?;
+        let choice = self.choose(jobs);
+        if let (Choice::CopyEngine, Some(copies)) = (choice, &self.copies) {
+            // SAFETY: the caller's promises, passed on.
+            return unsafe { copies.enqueue(&None, jobs, stream) };
+        }
         let stream = std::ptr::with_exposed_provenance_mut(stream.handle());
-        if let Some((mover, pieces)) = self.pieces(jobs)
+        if let Some((mover, pieces)) = self.pieces(jobs, choice)
             // SAFETY: the stream is live by the promise made to `Stream::cuda`.
             && !unsafe { self.kernel.is_capturing(stream) }?
         {
