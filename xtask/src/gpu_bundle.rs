@@ -14,7 +14,7 @@ type Error = Box<dyn std::error::Error>;
 /// Tests by name, in whichever package has them: those that have something to do on a device.
 const TESTS: [&str; 4] = ["gpu", "conformance", "device_gpu", "cuda"];
 /// Benches likewise.
-const BENCHES: [&str; 5] = ["direct", "staged", "fallback_device", "transfer", "host"];
+const BENCHES: [&str; 6] = ["direct", "staged", "interference", "fallback_device", "transfer", "host"];
 /// Most bytes of the bundle.
 const LIMIT: u64 = 60_000_000;
 
