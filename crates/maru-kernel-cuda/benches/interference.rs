@@ -108,8 +108,9 @@ fn run(gpu: &Gpu, layout: &'static str, options: &Options) -> Result<(), String>
     );
     let mut report = Report::new(layout, world.bench.total(), options.csv.clone())?;
     world.fill();
+    // The best of some, each with streams of its own: which copy engine a stream gets makes a difference.
     let flat = [0, 1].map(|direction| match options.directions.contains(&direction) {
-        true => alone(&world, MoverKind::Flat, direction, options).1,
+        true => (0..3).map(|_| alone(&world, MoverKind::Flat, direction, options).1).fold(0.0, f64::max),
         false => 0.0,
     });
     for kind in &options.loads {

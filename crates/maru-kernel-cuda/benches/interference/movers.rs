@@ -4,7 +4,7 @@ use maru_fallback::{DeviceMover, DeviceOptions};
 use maru_kernel_cuda::{StagedMover, StagedOptions};
 use maru_layout::Pieces;
 
-use crate::common::{Bench, Profile, fill_random};
+use crate::common::{Bench, Profile};
 use crate::gpu::{Device, Gpu, Stream, cu};
 use crate::grid::MoverKind;
 
@@ -28,7 +28,6 @@ impl<'g> World<'g> {
     /// Fills the slabs that are loaded and checks the kernel.
     pub(crate) fn new(gpu: &'g Gpu, profile: &Profile, bytes: u64) -> Self {
         let mut bench = Bench::new(gpu, profile, bytes, false);
-        fill_random(bench.slab[0].bytes());
         bench.check(gpu, &Stream::new());
         let flat = Device::new(bench.total());
         World { gpu, bench, flat }

@@ -5,10 +5,7 @@ use std::io::Write as _;
 
 use crate::grid::{LoadKind, MoverKind};
 use crate::loads::Load;
-use crate::stats::Slowdown;
-
-/// What a mover may slow the compute beyond what the flat copy does, and what it is to reach of its rate.
-const TARGET: (f64, f64) = (0.03, 0.90);
+use crate::stats::{Slowdown, TARGET, is_doubtful, reaches};
 
 const HEADER: &str = "load,layout,direction,mover,bytes,slowdown,slowdown_median,slowdown_p99,iteration_us,base_us,\
                       base_drift,compute,compute_unit,gbps,flat_gbps,ratio,chunks,compute_starved,mover_starved";
@@ -32,6 +29,7 @@ pub(crate) struct Report {
     /// The flat copy's slowdown of the load and direction under way.
     flat: f64,
     reached: Vec<String>,
+    doubtful: usize,
 }
 
 impl Report {
@@ -41,7 +39,7 @@ impl Report {
             Err(error) => Err(format!("{path}: {error}")),
         };
         let csv = csv.map(open).transpose()?;
-        let mut report = Report { layout, bytes, csv, flat: 0.0, reached: Vec::new() };
+        let mut report = Report { layout, bytes, csv, flat: 0.0, reached: Vec::new(), doubtful: 0 };
         report.row(HEADER)?;
         println!(
             "{:<9} {:>3} {:<17} | {:>6} {:>6} {:>6} | {:>6} {:>6} | {:>15} alone | starved",
@@ -69,16 +67,21 @@ impl Report {
                 "{kind},{layout},{dir},{mover_name},{bytes},,,,,,,,,{gbps:.2},{flat_gbps:.2},{ratio:.4},,,{dry}"
             ));
         };
+        let doubtful = is_doubtful(starved, cell.chunks);
+        self.doubtful += usize::from(doubtful);
         let (rate, unit) = load.rate(cell.iteration_ms);
         let (base_rate, _) = load.rate(cell.base_ms);
         if mover == MoverKind::Flat {
             self.flat = s.mean;
-        } else if load.kind != LoadKind::Stall && s.mean <= self.flat + TARGET.0 && ratio >= TARGET.1 {
+        } else if load.kind != LoadKind::Stall && !doubtful && reaches(s.mean, self.flat, ratio) {
             self.reached.push(format!("{kind} {dir} {mover_name}: {:.3} at {gbps:.1}", s.mean));
         }
         println!(
-            "{kind:<9} {dir} {mover_name:<17} | {:6.3} {:6.3} {:6.2} | {moved} | {rate:7.2} {unit:<7} {base_rate:6.2}| {starved:>3} {dry:>4}",
-            s.mean, s.median, s.p99
+            "{kind:<9} {dir} {mover_name:<17} | {:6.3} {:6.3} {:6.2} | {moved} | {rate:7.2} {unit:<7} {base_rate:6.2}| {starved:>3} {dry:>4}{}",
+            s.mean,
+            s.median,
+            s.p99,
+            if doubtful { " ?" } else { "" }
         );
         self.row(&format!(
             "{kind},{layout},{dir},{mover_name},{bytes},{:.4},{:.4},{:.4},{:.3},{:.3},{:.4},{rate:.3},{unit},{gbps:.2},\
@@ -100,6 +103,13 @@ impl Report {
         match self.reached.is_empty() {
             true => println!("  nothing"),
             false => self.reached.iter().for_each(|line| println!("  {line}")),
+        }
+        if self.doubtful > 0 {
+            println!(
+                "{} rows with a question mark: the host did not keep the compute's stream filled, so that some of \
+                 the slowdown is the host's",
+                self.doubtful
+            );
         }
     }
 

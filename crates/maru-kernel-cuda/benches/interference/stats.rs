@@ -110,3 +110,16 @@ impl Slowdown {
         }
     }
 }
+
+/// What a mover may slow the compute beyond what the flat copy does, and what it is to reach of its rate.
+pub(crate) const TARGET: (f64, f64) = (0.03, 0.90);
+
+/// Whether a mover is good enough: its slowdown beside the flat copy's, and its rate over the flat copy's.
+pub(crate) fn reaches(slowdown: f64, flat: f64, ratio: f64) -> bool {
+    slowdown <= flat + TARGET.0 && ratio >= TARGET.1
+}
+
+/// The host did not keep up too often for a slowdown to say anything about the device.
+pub(crate) fn is_doubtful(starved: usize, chunks: usize) -> bool {
+    starved * 50 > chunks
+}

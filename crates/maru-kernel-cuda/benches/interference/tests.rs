@@ -137,7 +137,7 @@ mod options_tests {
 }
 
 mod stats_tests {
-    use crate::stats::{Moved, Pace, Slowdown, Track, quantile};
+    use crate::stats::{Moved, Pace, Slowdown, Track, is_doubtful, quantile, reaches};
 
     fn close(found: f64, expected: f64) {
         assert!((found - expected).abs() < 1e-9, "{found} instead of {expected}");
@@ -211,5 +211,19 @@ mod stats_tests {
         close(slowdown.median, 2.0);
         close(slowdown.p99, 9.0 / 0.75);
         close(slowdown.drift, 2.0);
+    }
+
+    #[test]
+    fn good_enough_is_near_the_flat_copy_in_both_respects() {
+        assert!(reaches(1.04, 1.01, 0.90));
+        assert!(!reaches(1.041, 1.01, 0.95), "too slow");
+        assert!(!reaches(1.01, 1.01, 0.89), "moves too little");
+    }
+
+    #[test]
+    fn a_host_that_does_not_keep_up_is_told_of() {
+        assert!(!is_doubtful(0, 0));
+        assert!(!is_doubtful(8, 400));
+        assert!(is_doubtful(9, 400));
     }
 }
