@@ -54,6 +54,18 @@ pub unsafe fn synchronize(stream: CUstream) -> Result<(), DriverError> {
     check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
 }
 
+/// Makes what is queued on a stream from now on wait for an event, as it was last recorded. The context is current.
+///
+/// # Errors
+/// [`DriverError`].
+///
+/// # Safety
+/// Both are live.
+pub unsafe fn wait_for(event: sys::CUevent, stream: CUstream) -> Result<(), DriverError> {
+    // SAFETY: the caller's promise.
+    check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, event, 0) })
+}
+
 /// A stream of our own, which does not synchronise with the legacy default stream.
 #[derive(Debug)]
 pub struct OwnStream {

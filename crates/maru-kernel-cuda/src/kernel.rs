@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::CudaContext;
-use cudarc::driver::sys::{self, CUstream};
+use cudarc::driver::sys::{self, CUevent, CUstream};
 use maru_driver::{Context, check, stream as streams};
 use maru_layout::{CopyJob, CopyPlan, JobSlots};
 
@@ -212,6 +212,19 @@ impl PagedCopyKernel {
         let _current = self.inner.context.enter()?;
         // SAFETY: the caller's promise.
         Ok(unsafe { streams::is_capturing(stream) }?)
+    }
+
+    /// Makes everything queued on a stream from now on wait for an event, as it was last recorded.
+    ///
+    /// # Errors
+    /// [`KernelError::Driver`].
+    ///
+    /// # Safety
+    /// Both are live and of this kernel's context.
+    pub unsafe fn wait_for(&self, event: CUevent, stream: CUstream) -> Result<(), KernelError> {
+        let _current = self.inner.context.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { streams::wait_for(event, stream) }?)
     }
 
     /// The first bad slot that a replay of a captured launch met since the last call, if any. To be asked

@@ -34,6 +34,8 @@ mod ring;
 mod staged;
 mod tickets;
 
+/// Handles of the driver, as the unsafe functions here take them.
+pub use cudarc::driver::sys::{CUevent, CUstream};
 pub use device::{availability, device_count, open_context};
 pub use error::KernelError;
 pub use image::Image;

@@ -158,17 +158,26 @@ impl CopyJob {
 
     /// The job cut into its layers: the cache's layer and the job of that layer alone.
     pub fn single_layers(&self) -> impl Iterator<Item = (u32, Self)> + '_ {
-        let step = self.plan.geometry().slab_layer_stride;
-        (0..self.layer_count).map(move |l| {
-            let shift = u64::from(l) * step;
+        self.layer_runs(1)
+    }
+
+    /// The job cut where the cache's layer is a multiple of `per` (0 counts as 1): the number of the run
+    /// (layer / `per`) and its job.
+    pub fn layer_runs(&self, per: u32) -> impl Iterator<Item = (u32, Self)> + '_ {
+        let (per, step) = (per.max(1), self.plan.geometry().slab_layer_stride);
+        let (first, end) = (self.first_layer, self.first_layer.saturating_add(self.layer_count));
+        let runs = if first < end { first / per..(end - 1) / per + 1 } else { 0..0 };
+        runs.map(move |run| {
+            let from = run.saturating_mul(per).max(first);
+            let to = (run + 1).saturating_mul(per).min(end);
+            let shift = u64::from(from - first) * step;
             let moved = |addr: Option<u64>| addr.map(|a| a + shift);
             let slab = SlabSpan {
                 host: moved(self.slab.host),
                 device: moved(self.slab.device),
                 len: self.slab.len - shift,
             };
-            let layer = self.first_layer + l;
-            (layer, self.on_plan(Arc::clone(&self.plan), slab, layer, 1))
+            (run, self.on_plan(Arc::clone(&self.plan), slab, from, to - from))
         })
     }
 

@@ -4,12 +4,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use maru_cxl::Slab;
-use maru_layout::{CopyJob, Direction};
+use maru_layout::{CopyJob, Direction, LayoutError};
 
-use crate::backend::{Backend, DeviceBackend, HostBackend, NativeBackend, TransferBackend};
+use crate::backend::{Backend, DeviceBackend, HostBackend, NativeBackend, Step, TransferBackend};
 use crate::config::{BackendChoice, Config, DeviceChoice, TransferConfig};
+use crate::layers::by_layer;
 use crate::registered::Mover;
-use crate::{Completion, PagedCache, Place, RegisteredCache, Transfer, TransferError, TransferRequest};
+use crate::transfer::Layers;
+use crate::{
+    Completion, Event, PagedCache, Place, RegisteredCache, Stream, Transfer, TransferError, TransferRequest,
+};
 
 /// Moves slabs of registered caches. Cheap to clone; belongs to one device.
 #[derive(Clone, Debug)]
@@ -119,9 +123,68 @@ impl TransferEngine {
     /// As [`TransferEngine::submit`]; [`TransferError::MixedBatch`] for slabs of several caches,
     /// [`TransferError::MixedStreams`] for several streams.
     pub fn submit_many(&self, requests: &[TransferRequest]) -> Result<Transfer, TransferError> {
-        let Some(first) = requests.first() else {
-            return Ok(Transfer::new(Completion::Done, Vec::new(), self.backend(), "none", 0));
-        };
+        let Some(batch) = self.check(requests)? else { return Ok(self.nothing()) };
+        let t = &self.0.config.transfer;
+        let loads = batch.jobs.iter().all(|job| job.direction() == Direction::Scatter);
+        if t.enable_fused_load && loads && matches!(*batch.mover.backend, Backend::Native(_)) {
+            return self.enqueue_by_layer(batch, &[]);
+        }
+        let layers = Layers { count: batch.layers, per_step: 1, runs: None };
+        if batch.jobs.is_empty() {
+            return Ok(batch.finished(Vec::new(), layers, "none"));
+        }
+        let mover = batch.mover;
+        // SAFETY: the cache's memory is valid by the promise made to `PagedCache::new`; the slabs' by the clones
+        // that the returned `Transfer` holds.
+        let enqueued = unsafe { mover.backend.enqueue(&mover.prepared, &batch.jobs, batch.stream) }?;
+        Ok(batch.finished(vec![enqueued.completion], layers, enqueued.strategy))
+    }
+
+    /// The same layer by layer: the layers of all slabs in order, the first layer of the cache first. The transfer
+    /// then tells of each layer when it is there ([`Transfer::layer_done`], [`Transfer::order_before_layer`]);
+    /// small layers go together, as many as make a launch worth while.
+    ///
+    /// `after[l]`, where there is one, is an event that layer `l` waits for besides the stream: that of the forward
+    /// pass having written the layer's K and V, for a store that goes along with it. With events every layer is
+    /// alone, however small.
+    ///
+    /// Batches of stores and loads of the same slab or pages keep their order within a layer only.
+    ///
+    /// # Errors
+    /// As [`TransferEngine::submit_many`]; [`maru_layout::LayoutError::LayerRange`] for more events than layers,
+    /// [`TransferError::NotAvailable`] for events where the mover knows no streams.
+    pub fn submit_by_layer(
+        &self,
+        requests: &[TransferRequest],
+        after: &[Option<Event>],
+    ) -> Result<Transfer, TransferError> {
+        match self.check(requests)? {
+            Some(batch) => self.enqueue_by_layer(batch, after),
+            None => Ok(self.nothing()),
+        }
+    }
+
+    fn enqueue_by_layer(&self, batch: Batch<'_>, after: &[Option<Event>]) -> Result<Transfer, TransferError> {
+        let events = u32::try_from(after.len()).unwrap_or(u32::MAX);
+        if events > batch.layers {
+            return Err(LayoutError::LayerRange { first: 0, count: events, layers: batch.layers }.into());
+        }
+        let cut = by_layer(&batch.jobs, batch.layers, events > 0);
+        let runs = cut.layers.runs.iter().flatten();
+        let event = |layer: &u32| usize::try_from(*layer).ok().and_then(|l| after.get(l).copied().flatten());
+        let steps: Vec<Step<'_>> =
+            cut.steps.iter().zip(runs).map(|(jobs, run)| Step { jobs, after: event(run) }).collect();
+        let mover = batch.mover;
+        // SAFETY: as in `submit_many`; the events are live by the promise made to `Event::cuda`.
+        let enqueued = unsafe { mover.backend.enqueue_steps(&mover.prepared, &steps, batch.stream) }?;
+        let strategy = enqueued.first().map_or("none", |e| e.strategy);
+        let steps = enqueued.into_iter().map(|e| e.completion).collect();
+        Ok(batch.finished(steps, cut.layers, strategy))
+    }
+
+    /// Checks a batch; `None` for no requests at all.
+    fn check<'a>(&self, requests: &'a [TransferRequest]) -> Result<Option<Batch<'a>>, TransferError> {
+        let Some(first) = requests.first() else { return Ok(None) };
         let cache = first.cache();
         if cache.engine() != self.0.id {
             return Err(TransferError::ForeignCache);
@@ -136,20 +199,32 @@ impl TransferEngine {
         let mut jobs: Vec<CopyJob> =
             requests.iter().map(TransferRequest::resolve).collect::<Result<_, _>>()?;
         let mover = pick(cache, &jobs)?;
-        let slabs: Vec<Slab> = requests.iter().map(|r| r.slab().clone()).collect();
+        let slabs = requests.iter().map(|r| r.slab().clone()).collect();
         jobs.retain(|job| !job.is_empty());
-        if self.0.config.transfer.enable_fused_load && matches!(*mover.backend, Backend::Native(_)) {
-            jobs = by_layer(jobs);
-        }
-        let name = mover.backend.name();
-        if jobs.is_empty() {
-            return Ok(Transfer::new(Completion::Done, slabs, name, "none", 0));
-        }
-        let bytes = jobs.iter().fold(0u64, |sum, job| sum.saturating_add(job.bytes()));
-        // SAFETY: the cache's memory is valid by the promise made to `PagedCache::new`; the slabs' by the clones
-        // that the returned `Transfer` holds.
-        let enqueued = unsafe { mover.backend.enqueue(&mover.prepared, &jobs, stream) }?;
-        Ok(Transfer::new(enqueued.completion, slabs, name, enqueued.strategy, bytes))
+        let layers = u32::try_from(cache.paged().layers()).unwrap_or(u32::MAX);
+        Ok(Some(Batch { jobs, slabs, mover, stream, layers }))
+    }
+
+    fn nothing(&self) -> Transfer {
+        let layers = Layers { count: u32::MAX, per_step: 1, runs: None };
+        Transfer::new(Vec::new(), layers, Vec::new(), (self.backend(), "none"), 0)
+    }
+}
+
+/// Requests of one cache, checked.
+struct Batch<'a> {
+    jobs: Vec<CopyJob>,
+    slabs: Vec<Slab>,
+    mover: &'a Mover,
+    stream: Stream,
+    /// Of the cache.
+    layers: u32,
+}
+
+impl Batch<'_> {
+    fn finished(self, steps: Vec<Completion>, layers: Layers, strategy: &'static str) -> Transfer {
+        let bytes = self.jobs.iter().fold(0u64, |sum, job| sum.saturating_add(job.bytes()));
+        Transfer::new(steps, layers, self.slabs, (self.mover.backend.name(), strategy), bytes)
     }
 }
 
@@ -176,17 +251,6 @@ fn pick<'a>(cache: &'a RegisteredCache, jobs: &[CopyJob]) -> Result<&'a Mover, T
             "its memory is not registered with the device",
         )),
     }
-}
-
-/// A batch of loads one layer after the other, the same layer of all slabs side by side, so that the first layers
-/// are there first (`enable_fused_load`). A batch with stores in it keeps its order.
-fn by_layer(jobs: Vec<CopyJob>) -> Vec<CopyJob> {
-    if jobs.iter().any(|job| job.direction() == Direction::Gather) {
-        return jobs;
-    }
-    let mut layers: Vec<(u32, CopyJob)> = jobs.iter().flat_map(CopyJob::single_layers).collect();
-    layers.sort_by_key(|(layer, _)| *layer);
-    layers.into_iter().map(|(_, job)| job).collect()
 }
 
 type Chosen = (Place, Backend, Option<Backend>);

@@ -26,3 +26,23 @@ impl Stream {
         self.0.unwrap_or(0)
     }
 }
+
+/// A CUDA event that a layer of a transfer waits for, as the caller recorded it on a stream of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event(usize);
+
+impl Event {
+    /// A CUDA event (`CUevent` / `cudaEvent_t`) of the engine's device, as a raw handle.
+    ///
+    /// # Safety
+    /// The handle is a live event of the engine's device when it is submitted, recorded before that: a wait for
+    /// an event that is recorded later waits for nothing. It may be destroyed or recorded anew afterwards.
+    pub const unsafe fn cuda(handle: usize) -> Self {
+        Event(handle)
+    }
+
+    /// The raw handle.
+    pub fn handle(self) -> usize {
+        self.0
+    }
+}

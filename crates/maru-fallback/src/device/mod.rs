@@ -16,7 +16,7 @@ mod slots;
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::CudaContext;
-use cudarc::driver::sys::{self, CUstream};
+use cudarc::driver::sys::{self, CUevent, CUstream};
 use maru_driver::stream::OwnStream;
 use maru_driver::{Context, DriverError, Health, Tickets, check, stream as streams};
 use maru_layout::{CopyJob, JobSlots, Run};
@@ -224,6 +224,21 @@ impl DeviceMover {
                 Err(error)
             }
         }
+    }
+
+    /// Makes everything queued on a stream from now on wait for an event, as it was last recorded.
+    ///
+    /// # Errors
+    /// [`FallbackError::Driver`].
+    ///
+    /// # Safety
+    /// Both are live and of this mover's context.
+    pub unsafe fn wait_for(&self, event: CUevent, stream: CUstream) -> Result<(), FallbackError> {
+        let inner = &self.inner;
+        inner.health.check()?;
+        let _current = inner.context.enter()?;
+        // SAFETY: the caller's promise.
+        unsafe { streams::wait_for(event, stream) }.map_err(|error| inner.health.note(error).into())
     }
 }
 

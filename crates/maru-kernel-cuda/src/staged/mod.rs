@@ -22,7 +22,7 @@ mod lanes;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUevent, CUstream};
-use maru_driver::stream::synchronize;
+use maru_driver::stream::{synchronize, wait_for};
 use maru_driver::{DeviceBuffer, Ticket, Tickets, check};
 use maru_layout::{CopyJob, Direction, Pieces};
 
@@ -252,7 +252,7 @@ impl Inner {
             let after = steps[group.step].after;
             if !after.is_null() && i.checked_sub(1).is_none_or(|before| key(&groups[before]) != key(group)) {
                 // SAFETY: event and stream are the caller's promise, or this value's.
-                check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(first, after, 0) })?;
+                unsafe { wait_for(after, first) }?;
             }
             let launched = &mut launched[group.step];
             // SAFETY: the caller's promises, passed on.

@@ -3,7 +3,7 @@
 use maru_fallback::{DeviceCopy, DeviceMover, DeviceOptions};
 use maru_layout::CopyJob;
 
-use super::{Capabilities, Enqueued, Prepared, TransferBackend};
+use super::{Capabilities, Enqueued, Prepared, Step, TransferBackend, one_by_one};
 use crate::{Completion, PagedCache, Pending, Place, Stream, TransferError};
 
 /// Copies by the driver, layer by layer. Uses no processor of the GPU and takes unregistered slabs.
@@ -77,6 +77,24 @@ impl TransferBackend for DeviceBackend {
             Some(copy) => Completion::Pending(Box::new(copy)),
         };
         Ok(Enqueued { completion, strategy: "copy_engine" })
+    }
+
+    unsafe fn enqueue_steps(
+        &self,
+        prepared: &Prepared,
+        steps: &[Step<'_>],
+        stream: Stream,
+    ) -> Result<Vec<Enqueued>, TransferError> {
+        one_by_one(steps, |step| {
+            if let Some(event) = step.after {
+                let event = std::ptr::with_exposed_provenance_mut(event.handle());
+                let stream = std::ptr::with_exposed_provenance_mut(stream.handle());
+                // SAFETY: stream and event are live by the promises made to `Stream::cuda` and `Event::cuda`.
+                unsafe { self.mover.wait_for(event, stream) }?;
+            }
+            // SAFETY: the caller's promises, passed on.
+            unsafe { self.enqueue(prepared, step.jobs, stream) }
+        })
     }
 }
 

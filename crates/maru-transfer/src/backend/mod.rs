@@ -14,7 +14,7 @@ use std::sync::Arc;
 use enum_dispatch::enum_dispatch;
 use maru_layout::CopyJob;
 
-use crate::{Completion, PagedCache, Stream, TransferError};
+use crate::{Completion, Event, PagedCache, Stream, TransferError};
 
 pub use device::DeviceBackend;
 pub use host::HostBackend;
@@ -95,6 +95,61 @@ pub trait TransferBackend: Send + Sync + fmt::Debug {
         jobs: &[CopyJob],
         stream: Stream,
     ) -> Result<Enqueued, TransferError>;
+
+    /// Moves the jobs of several steps, each in the order given, and says of each when it is over: as many values as
+    /// steps. A mover that knows streams waits with a step for its event. What is here does neither: it enqueues
+    /// one step after the other and refuses events.
+    ///
+    /// # Errors
+    /// As [`TransferBackend::enqueue`]; [`TransferError::NotAvailable`] for events.
+    ///
+    /// # Safety
+    /// As [`TransferBackend::enqueue`]; the events are live.
+    unsafe fn enqueue_steps(
+        &self,
+        prepared: &Prepared,
+        steps: &[Step<'_>],
+        stream: Stream,
+    ) -> Result<Vec<Enqueued>, TransferError> {
+        if steps.iter().any(|step| step.after.is_some()) {
+            let reason = "it moves host memory or knows no streams; wait for the layers before submitting";
+            let what = format!("events of layers with the {} mover", self.name());
+            return Err(TransferError::not_available(what, reason));
+        }
+        // SAFETY: the caller's promises, passed on.
+        one_by_one(steps, |step| unsafe { self.enqueue(prepared, step.jobs, stream) })
+    }
+}
+
+/// Jobs that go together.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// What is moved; not empty.
+    pub jobs: &'a [CopyJob],
+    /// What they wait for besides the stream.
+    pub after: Option<Event>,
+}
+
+/// Enqueues steps in turn. If one fails, waits for those before it.
+fn one_by_one(
+    steps: &[Step<'_>],
+    enqueue: impl Fn(&Step<'_>) -> Result<Enqueued, TransferError>,
+) -> Result<Vec<Enqueued>, TransferError> {
+    let mut queued: Vec<Enqueued> = Vec::with_capacity(steps.len());
+    for step in steps {
+        match enqueue(step) {
+            Ok(enqueued) => queued.push(enqueued),
+            Err(error) => {
+                for Enqueued { completion, .. } in &mut queued {
+                    if let Err(other) = completion.wait() {
+                        tracing::error!(error = %other, "an earlier step of a failed transfer had failed too");
+                    }
+                }
+                return Err(error);
+            }
+        }
+    }
+    Ok(queued)
 }
 
 /// What [`TransferBackend::enqueue`] did.
@@ -142,5 +197,15 @@ impl TransferBackend for Box<dyn TransferBackend> {
     ) -> Result<Enqueued, TransferError> {
         // SAFETY: the caller's promise is passed on unchanged.
         unsafe { (**self).enqueue(prepared, jobs, stream) }
+    }
+
+    unsafe fn enqueue_steps(
+        &self,
+        prepared: &Prepared,
+        steps: &[Step<'_>],
+        stream: Stream,
+    ) -> Result<Vec<Enqueued>, TransferError> {
+        // SAFETY: as above.
+        unsafe { (**self).enqueue_steps(prepared, steps, stream) }
     }
 }

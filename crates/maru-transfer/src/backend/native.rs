@@ -1,17 +1,18 @@
 //! The maru-native kernel on one device.
 
+use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::Arc;
 
 use maru_kernel_cuda::{
-    KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable, StagedLaunch, StagedMover,
-    StagedOptions, open_context,
+    CUevent, CUstream, KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable, StagedLaunch,
+    StagedMover, StagedOptions, StagedStep, open_context,
 };
 use maru_layout::{CopyJob, CopyPlan, Pieces};
 
-use super::{Capabilities, DeviceBackend, Enqueued, Prepared, TransferBackend};
+use super::{Capabilities, DeviceBackend, Enqueued, Prepared, Step, TransferBackend, one_by_one};
 use crate::calibration::{Calibration, Choice, cache_dir};
 use crate::config::{StrategyChoice, TransferConfig};
-use crate::{Completion, PagedCache, Pending, Place, Stream, TransferError};
+use crate::{Completion, Event, PagedCache, Pending, Place, Stream, TransferError};
 
 /// The CUDA kernel of `maru-kernel-cuda`, loaded on one device.
 #[derive(Debug)]
@@ -71,20 +72,75 @@ impl NativeBackend {
     }
 
     /// How a batch is to be moved, if it can be.
-    fn choose(&self, jobs: &[CopyJob]) -> Choice {
+    fn choose(&self, steps: &[Step<'_>]) -> Choice {
+        let jobs = steps.iter().flat_map(|step| step.jobs);
         self.calibration.as_ref().map_or(Choice::Staged, |calibration| calibration.choose_batch(jobs))
     }
 
     /// The pieces of every job, if this batch is to be staged and can be. The ring's streams do not wait for each
     /// other, so a batch of stores and loads, where one may read what another wrote, goes directly, in order.
-    fn pieces(&self, jobs: &[CopyJob], choice: Choice) -> Option<(&StagedMover, Vec<Pieces>)> {
+    fn pieces(&self, steps: &[Step<'_>], choice: Choice) -> Option<(&StagedMover, Vec<Vec<Pieces>>)> {
         let mover = self.staged.as_ref()?;
-        let mixed = jobs.windows(2).any(|pair| pair[0].direction() != pair[1].direction());
-        if choice != Choice::Staged || mixed {
+        let mut jobs = steps.iter().flat_map(|step| step.jobs);
+        let direction = jobs.next()?.direction();
+        if choice != Choice::Staged || jobs.any(|job| job.direction() != direction) {
             return None;
         }
-        let pieces = jobs.iter().map(|job| mover.pieces(job)).collect::<Option<_>>()?;
-        Some((mover, pieces))
+        let pieces = |step: &Step<'_>| step.jobs.iter().map(|job| mover.pieces(job)).collect::<Option<_>>();
+        Some((mover, steps.iter().map(pieces).collect::<Option<_>>()?))
+    }
+
+    /// Steps through the ring.
+    ///
+    /// # Safety
+    /// As [`TransferBackend::enqueue_steps`]; the stream is not being captured.
+    unsafe fn stage(
+        &self,
+        mover: &StagedMover,
+        pieces: &[Vec<Pieces>],
+        steps: &[Step<'_>],
+        planes: &PlaneTable,
+        stream: CUstream,
+    ) -> Result<Vec<Enqueued>, TransferError> {
+        let steps: Vec<StagedStep<'_>> = pieces
+            .iter()
+            .zip(steps)
+            .map(|(jobs, step)| StagedStep { jobs, after: step.after.map_or(null_mut(), event) })
+            .collect();
+        // SAFETY: the caller's promises; registered memory is page-locked.
+        let launched = unsafe { mover.launch_steps(&steps, planes, stream) }?;
+        let enqueued =
+            |launch| Enqueued { completion: Completion::Pending(Box::new(launch)), strategy: "staged" };
+        Ok(launched.into_iter().map(enqueued).collect())
+    }
+
+    /// One step directly.
+    ///
+    /// # Safety
+    /// As [`TransferBackend::enqueue_steps`].
+    unsafe fn launch(
+        &self,
+        step: &Step<'_>,
+        planes: &PlaneTable,
+        stream: CUstream,
+    ) -> Result<Enqueued, TransferError> {
+        if let Some(after) = step.after {
+            // SAFETY: event and stream are the caller's promise.
+            unsafe { self.kernel.wait_for(event(after), stream) }?;
+        }
+        // SAFETY: the caller promises that the jobs' memory is valid and ordered by the stream; the stream is
+        // live by the promise made to `Stream::cuda`.
+        let mut queued = unsafe { self.kernel.launch_many(step.jobs, planes, stream, self.options) }?;
+        let completion = match queued.pop() {
+            Some(last) if last.is_captured() => Completion::Captured,
+            Some(last) if queued.is_empty() => Completion::Pending(Box::new(last)),
+            Some(last) => {
+                queued.push(last);
+                Completion::Pending(Box::new(Batch(queued)))
+            }
+            None => Completion::Done,
+        };
+        Ok(Enqueued { completion, strategy: "direct" })
     }
 
     /// The loaded kernel.
@@ -127,36 +183,40 @@ impl TransferBackend for NativeBackend {
         jobs: &[CopyJob],
         stream: Stream,
     ) -> Result<Enqueued, TransferError> {
+        let step = Step { jobs, after: None };
+        // SAFETY: the caller's promises, passed on.
+        let mut enqueued = unsafe { self.enqueue_steps(prepared, &[step], stream) }?;
+        Ok(enqueued.pop().unwrap_or(Enqueued { completion: Completion::Done, strategy: "none" }))
+    }
+
+    unsafe fn enqueue_steps(
+        &self,
+        prepared: &Prepared,
+        steps: &[Step<'_>],
+        stream: Stream,
+    ) -> Result<Vec<Enqueued>, TransferError> {
         let planes =
             prepared.as_ref().and_then(|p| p.downcast_ref::<PlaneTable>()).ok_or(KernelError::WrongPlanes)?;
-        let choice = self.choose(jobs);
+        let choice = self.choose(steps);
         if let (Choice::CopyEngine, Some(copies)) = (choice, &self.copies) {
             // SAFETY: the caller's promises, passed on.
-            return unsafe { copies.enqueue(&None, jobs, stream) };
+            return unsafe { copies.enqueue_steps(&None, steps, stream) };
         }
-        let stream = std::ptr::with_exposed_provenance_mut(stream.handle());
-        if let Some((mover, pieces)) = self.pieces(jobs, choice)
+        let stream = with_exposed_provenance_mut(stream.handle());
+        if let Some((mover, pieces)) = self.pieces(steps, choice)
             // SAFETY: the stream is live by the promise made to `Stream::cuda`.
             && !unsafe { self.kernel.is_capturing(stream) }?
         {
-            // SAFETY: as below; registered memory is page-locked, and the stream is not being captured.
-            let launched = unsafe { mover.launch(&pieces, planes, stream) }?;
-            return Ok(Enqueued { completion: Completion::Pending(Box::new(launched)), strategy: "staged" });
+            // SAFETY: the caller's promises, passed on; the stream is not being captured.
+            return unsafe { self.stage(mover, &pieces, steps, planes, stream) };
         }
-        // SAFETY: the caller promises that the jobs' memory is valid and ordered by the stream; the stream is
-        // live by the promise made to `Stream::cuda`.
-        let mut queued = unsafe { self.kernel.launch_many(jobs, planes, stream, self.options) }?;
-        let completion = match queued.pop() {
-            Some(last) if last.is_captured() => Completion::Captured,
-            Some(last) if queued.is_empty() => Completion::Pending(Box::new(last)),
-            Some(last) => {
-                queued.push(last);
-                Completion::Pending(Box::new(Batch(queued)))
-            }
-            None => Completion::Done,
-        };
-        Ok(Enqueued { completion, strategy: "direct" })
+        // SAFETY: the caller's promises, passed on.
+        one_by_one(steps, |step| unsafe { self.launch(step, planes, stream) })
     }
+}
+
+fn event(event: Event) -> CUevent {
+    with_exposed_provenance_mut(event.handle())
 }
 
 /// Launches of one stream, in its order.
@@ -201,9 +261,7 @@ impl Pending for StagedLaunch {
 
     fn order_before(&mut self, stream: Stream) -> Result<(), TransferError> {
         // SAFETY: the stream is live by the promise made to `Stream::cuda`.
-        Ok(unsafe {
-            StagedLaunch::order_before(self, std::ptr::with_exposed_provenance_mut(stream.handle()))
-        }?)
+        Ok(unsafe { StagedLaunch::order_before(self, with_exposed_provenance_mut(stream.handle())) }?)
     }
 }
 
@@ -218,6 +276,6 @@ impl Pending for Launched {
 
     fn order_before(&mut self, stream: Stream) -> Result<(), TransferError> {
         // SAFETY: the stream is live by the promise made to `Stream::cuda`.
-        Ok(unsafe { Launched::order_before(self, std::ptr::with_exposed_provenance_mut(stream.handle())) }?)
+        Ok(unsafe { Launched::order_before(self, with_exposed_provenance_mut(stream.handle())) }?)
     }
 }

@@ -11,13 +11,13 @@ const COPY_BYTES: u64 = 1 << 20;
 impl Calibration {
     /// How to move a batch of jobs of one cache. Stores and loads in one batch go directly, in order: they may
     /// touch the same memory.
-    pub fn choose_batch(&self, jobs: &[CopyJob]) -> Choice {
-        let Some(first) = jobs.first() else { return Choice::Direct };
-        if jobs.iter().any(|job| job.direction() != first.direction()) {
+    pub fn choose_batch<'a>(&self, jobs: impl Iterator<Item = &'a CopyJob> + Clone) -> Choice {
+        let Some(first) = jobs.clone().next() else { return Choice::Direct };
+        if jobs.clone().any(|job| job.direction() != first.direction()) {
             return Choice::Direct;
         }
-        let bytes = jobs.iter().fold(0u64, |sum, job| sum.saturating_add(job.bytes()));
-        let spaced = self.uses_copy_engine() && jobs.iter().all(copies_well);
+        let bytes = jobs.clone().fold(0u64, |sum, job| sum.saturating_add(job.bytes()));
+        let spaced = self.uses_copy_engine() && jobs.clone().all(copies_well);
         self.choose(bytes, run_bytes(first), first.direction(), spaced)
     }
 }

@@ -1,0 +1,187 @@
+//! Transfers layer by layer: the same bytes, each layer told of alone, held back by an event of its own.
+
+use maru_layout::{DType, Direction};
+use maru_sim_driver::Session;
+use maru_transfer::config::{BackendChoice, Config, StrategyChoice};
+use maru_transfer::{Event, TransferEngine, TransferError};
+
+use crate::cases::{Dims, compare};
+use crate::common::{Device, Event as OwnEvent, Stream, Test, context};
+use crate::setup::{DIMS, Setup, config, on};
+
+pub(crate) fn tests() -> Vec<Test> {
+    tests![
+        layer_by_layer_is_the_whole,
+        layers_come_one_after_the_other,
+        a_layer_waits_for_its_event,
+        another_stream_waits_for_one_layer,
+        a_transfer_by_layer_fails_at_every_call,
+        fused_loads_tell_of_their_layers,
+    ]
+}
+
+const BOTH: [Direction; 2] = [Direction::Gather, Direction::Scatter];
+
+/// Layers of 256 KiB for one slab: each is a step.
+const LARGE: Dims =
+    Dims { layers: 3, blocks: 6, block_size: 4, heads: 3, head_size: 1024, dtype: DType::Bf16, pad: 0 };
+
+/// Every way to move, with the words a transfer says.
+fn ways() -> [(Config, &'static str); 3] {
+    let way = |backend, strategy| {
+        let mut config = config(0, 24);
+        config.transfer.backend = backend;
+        config.transfer.strategy = strategy;
+        config.transfer.staging_bytes = 4 << 20;
+        config
+    };
+    [
+        (way(BackendChoice::Native, StrategyChoice::Direct), "direct"),
+        (way(BackendChoice::Native, StrategyChoice::Staged), "staged"),
+        (way(BackendChoice::Fallback, StrategyChoice::Auto), "copy_engine"),
+    ]
+}
+
+/// No token left out, so that a store can be staged.
+fn full(session: &Session, engine: &TransferEngine, dims: Dims, direction: Direction) -> Setup {
+    Setup::full(session, engine, "blocks_first_nhd", dims, direction).pinned(0)
+}
+
+fn layer_by_layer_is_the_whole(session: &Session) {
+    let _context = context(0);
+    let stream = Stream::new(true);
+    for (config, strategy) in ways() {
+        let engine = TransferEngine::open(&config).unwrap();
+        for (dims, direction) in [DIMS, LARGE].into_iter().flat_map(|dims| BOTH.map(|d| (dims, d))) {
+            let setup = full(session, &engine, dims, direction);
+            let transfer = engine.submit_by_layer(&[setup.request().on(on(&stream))], &[]).unwrap();
+            assert_eq!(transfer.strategy(), strategy);
+            transfer.wait().unwrap();
+            setup.check(session);
+        }
+    }
+}
+
+fn layers_come_one_after_the_other(session: &Session) {
+    let _context = context(0);
+    let stream = Stream::new(true);
+    for (config, strategy) in ways() {
+        let engine = TransferEngine::open(&config).unwrap();
+        for direction in BOTH {
+            let setup = full(session, &engine, LARGE, direction);
+            session.set("delay_us", 3000);
+            let mut transfer = engine.submit_by_layer(&[setup.request().on(on(&stream))], &[]).unwrap();
+            for layer in 0..3 {
+                transfer.wait_layer(layer).unwrap();
+                assert!(transfer.layer_done(layer).unwrap());
+                if layer < 2 {
+                    assert!(!transfer.layer_done(layer + 1).unwrap(), "{strategy} {direction:?} {layer}");
+                }
+            }
+            assert!(transfer.is_done().unwrap());
+            session.set("delay_us", 0);
+            transfer.wait().unwrap();
+            setup.check(session);
+        }
+    }
+}
+
+fn a_layer_waits_for_its_event(session: &Session) {
+    let _context = context(0);
+    let (stream, other) = (Stream::new(true), Stream::new(true));
+    for (config, strategy) in ways() {
+        let engine = TransferEngine::open(&config).unwrap();
+        for direction in BOTH {
+            let setup = full(session, &engine, DIMS, direction);
+            let (busy, event) = (Device::new(64), OwnEvent::new());
+            session.set("delay_us", 2000);
+            for _ in 0..60 {
+                ok!(cuMemsetD8Async(busy.addr, 1, busy.len, other.0));
+            }
+            ok!(cuEventRecord(event.0, other.0));
+            // SAFETY: the event lives until the transfer is over.
+            let after = unsafe { Event::cuda(event.0.expose_provenance()) };
+            let request = setup.request().on(on(&stream));
+            let mut transfer = engine.submit_by_layer(&[request], &[None, Some(after)]).unwrap();
+            transfer.wait_layer(0).unwrap();
+            assert!(!event.is_over() && !transfer.layer_done(1).unwrap(), "{strategy} {direction:?}");
+            transfer.wait_layer(1).unwrap();
+            assert!(event.is_over());
+            session.set("delay_us", 0);
+            transfer.wait().unwrap();
+            setup.check(session);
+        }
+    }
+}
+
+fn another_stream_waits_for_one_layer(session: &Session) {
+    let _context = context(0);
+    let (stream, attention) = (Stream::new(true), Stream::new(true));
+    for (config, strategy) in ways() {
+        let engine = TransferEngine::open(&config).unwrap();
+        let setup = full(session, &engine, LARGE, Direction::Scatter);
+        let layer_bytes = setup.paged.len / usize::try_from(LARGE.layers).unwrap();
+        let seen = Device::new(layer_bytes);
+        session.set("delay_us", 3000);
+        let mut transfer = engine.submit_by_layer(&[setup.request().on(on(&stream))], &[]).unwrap();
+        transfer.order_before_layer(on(&attention), 0).unwrap();
+        ok!(cuMemcpyDtoDAsync_v2(seen.addr, setup.paged.addr, layer_bytes, attention.0));
+        attention.wait();
+        assert!(!transfer.is_done().unwrap(), "{strategy}: the stream waited for more than the layer");
+        session.set("delay_us", 0);
+        compare("layer 0", &seen.read(session), &setup.images.cache_after[..layer_bytes]).unwrap();
+        transfer.wait().unwrap();
+        setup.check(session);
+    }
+}
+
+fn a_transfer_by_layer_fails_at_every_call(session: &Session) {
+    let _context = context(0);
+    let (stream, event) = (Stream::new(true), OwnEvent::new());
+    ok!(cuEventRecord(event.0, stream.0));
+    // SAFETY: the event outlives the transfers.
+    let after = unsafe { Event::cuda(event.0.expose_provenance()) };
+    for ((config, strategy), direction) in ways().into_iter().flat_map(|way| BOTH.map(|d| (way.clone(), d))) {
+        let engine = TransferEngine::open(&config).unwrap();
+        let setup = full(session, &engine, DIMS, direction);
+        let run = || -> Result<(), TransferError> {
+            setup.restore(session);
+            let request = setup.request().on(on(&stream));
+            engine.submit_by_layer(&[request], &[Some(after), Some(after)])?.wait()?;
+            setup.check(session);
+            Ok(())
+        };
+        run().unwrap();
+        for function in ["cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpy2DAsync"] {
+            for nth in 1.. {
+                session.fail(function, nth, 801);
+                let outcome = run();
+                let reached = session.faults_left() == 0;
+                session.clear_faults();
+                if !reached {
+                    outcome.unwrap();
+                    break;
+                }
+                assert!(session.queued() == 0, "{strategy} {function} call {nth}");
+                stream.wait();
+                run().unwrap();
+            }
+        }
+    }
+}
+
+fn fused_loads_tell_of_their_layers(session: &Session) {
+    let _context = context(0);
+    let stream = Stream::new(true);
+    let mut config = config(0, 24);
+    config.transfer.enable_fused_load = true;
+    let engine = TransferEngine::open(&config).unwrap();
+    let setup = full(session, &engine, LARGE, Direction::Scatter);
+    session.set("delay_us", 3000);
+    let mut transfer = engine.submit(&setup.request().on(on(&stream))).unwrap();
+    transfer.wait_layer(0).unwrap();
+    assert!(!transfer.layer_done(2).unwrap());
+    session.set("delay_us", 0);
+    transfer.wait().unwrap();
+    setup.check(session);
+}
