@@ -72,6 +72,8 @@ fn content(slab: &Slab) -> Vec<u8> {
     bytes
 }
 
+type Call<'a> = &'a dyn Fn(&mut Transfer) -> Result<(), TransferError>;
+
 /// Notes which layers come in, and is done with a step when told.
 #[derive(Debug, Default)]
 struct Steps {
@@ -187,10 +189,9 @@ fn a_layer_that_is_not_moved_is_done_and_one_that_is_not_there_an_error() {
     assert!(part.layer_done(0).expect("not part of it") && !part.layer_done(1).expect("no error"));
     let mut whole = w.engine.submit(&w.store(0, &slab)).expect("queued");
     for transfer in [&mut part, &mut whole] {
-        let calls: [&dyn Fn(&mut Transfer) -> Result<(), TransferError>; 3] =
-            [&|t| t.layer_done(LAYERS).map(drop), &|t| t.wait_layer(LAYERS), &|t| {
-                t.order_before_layer(Stream::none(), LAYERS)
-            }];
+        let calls: [Call<'_>; 3] = [&|t| t.layer_done(LAYERS).map(drop), &|t| t.wait_layer(LAYERS), &|t| {
+            t.order_before_layer(Stream::none(), LAYERS)
+        }];
         for call in calls {
             let error = call(transfer).expect_err("there are three layers");
             assert!(error.to_string().contains("layers 3..4"), "{error}");
