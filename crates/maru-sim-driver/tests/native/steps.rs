@@ -40,7 +40,7 @@ fn layers_one_by_one_make_the_whole(session: &Session) {
             let setup = Setup::new(session, order, direction, order as u64);
             let planes = kernel.register(&setup.plan).unwrap();
             let layers = layers(&mover, &setup.job(setup.host_slots()));
-            assert_eq!(layers.len(), DIMS.layers as usize);
+            assert_eq!(layers.len() as u64, DIMS.layers);
             let steps: Vec<_> = layers.iter().map(|jobs| StagedStep::new(jobs)).collect();
             // SAFETY: cache and slab live until the transfer is over; the slab is pinned.
             let launched = unsafe { mover.launch_steps(&steps, &planes, stream.0) }.unwrap();
