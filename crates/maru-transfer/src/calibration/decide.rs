@@ -54,7 +54,6 @@ impl Sample {
         let times = [Some(self.flat_us), Some(self.direct_us), self.staged_us, self.copy_engine_us];
         let mut times = times.into_iter().flatten();
         times.all(|us| us.is_finite() && us > 0.0 && us <= LONGEST)
-            && SIZES.iter().any(|(bytes, _)| *bytes == self.bytes)
     }
 }
 
@@ -125,11 +124,12 @@ impl Row {
         Some((longest.first()?.bytes, longest.last()?.bytes))
     }
 
-    /// Whether it could have been measured: known run length, sizes in order, times that are times.
+    /// Whether it could have been measured: known run length, the sizes from the smallest on, times that are times.
     pub(super) fn is_sensible(&self) -> bool {
         super::RUNS.contains(&self.run_bytes)
             && self.samples.iter().all(Sample::is_sensible)
-            && self.samples.is_sorted_by(|a, b| a.bytes < b.bytes)
+            && self.samples.len() <= SIZES.len()
+            && self.samples.iter().zip(SIZES).all(|(sample, (bytes, _))| sample.bytes == bytes)
     }
 
     pub(super) fn key(&self) -> (Direction, u64) {

@@ -124,8 +124,19 @@ pub(super) fn rows(
 fn all_rounds(rig: &mut Rig, cells: &mut [Cell], budget: Duration) -> Result<(), Stop> {
     let deadline = Instant::now() + budget;
     warm_up(rig, cells)?;
+    // What is needed first, size by size, so that a slow link loses the large sizes only.
+    for same_size in cells.chunk_by_mut(|a, b| a.bytes == b.bytes) {
+        for round in 0..FEW {
+            for cell in same_size.iter_mut().filter(|cell| !cell.is_enough()) {
+                if Instant::now() >= deadline {
+                    return Ok(());
+                }
+                one_round(rig, cell, round)?;
+            }
+        }
+    }
     let most = cells.iter().map(|cell| cell.rounds).max().unwrap_or(0);
-    for round in 0..most {
+    for round in FEW..most {
         for cell in cells.iter_mut().filter(|cell| round < cell.rounds) {
             if Instant::now() >= deadline {
                 return Ok(());
@@ -197,13 +208,20 @@ fn to_rows(cells: &[Cell]) -> Vec<Row> {
 }
 
 impl Cell {
+    /// Whether its medians say something.
+    fn is_enough(&self) -> bool {
+        let rounds = self.times[FLAT].len();
+        rounds >= FEW.min(self.rounds) || median(&self.times[FLAT]).is_some_and(|us| us >= LONG_US)
+    }
+
     fn sample(&self) -> Option<Sample> {
+        if !self.is_enough() {
+            return None;
+        }
         let median = |at: usize| median(&self.times[at]);
         // A mover that dropped out half-way has fewer times than the others.
         let whole = |at: usize| median(at).filter(|_| self.times[at].len() == self.times[FLAT].len());
-        let (flat, direct) = (median(FLAT)?, median(0)?);
-        let enough = self.times[FLAT].len() >= FEW.min(self.rounds) || flat.min(direct) >= LONG_US;
-        enough.then(|| Sample::new(self.bytes, flat, direct, whole(1), whole(2)))
+        Some(Sample::new(self.bytes, median(FLAT)?, median(0)?, whole(1), whole(2)))
     }
 }
 

@@ -20,6 +20,8 @@ mod file;
 mod identity;
 mod measure;
 mod rig;
+#[cfg(test)]
+mod tests;
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
