@@ -1,18 +1,22 @@
 //! The engine on a device beside one flat copy of the same bytes, in one run: every strategy and the fallback,
-//! by profile and layout, stores and loads; then the CPU time of one `submit` beside a bare launch.
+//! by profile and layout, stores and loads; latency and throughput by size; when the layers of a load are there;
+//! the CPU time of one `submit` beside a bare launch.
 //!
-//! `transfer [--csv FILE] [--quick]`. Correctness is checked before anything is timed; a mismatch ends the run.
+//! `transfer [--csv FILE] [--quick] [--only throughput,sizes,layers,cpu]`. Correctness is checked before anything
+//! is timed; a mismatch ends the run.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a program meant to fail loudly")]
 
-#[path = "../crates/maru-kernel-cuda/tests/common/cases.rs"]
+#[path = "../../crates/maru-kernel-cuda/tests/common/cases.rs"]
 #[allow(dead_code, reason = "the tests use the rest")]
 mod cases;
-#[path = "../crates/maru-kernel-cuda/benches/common/mod.rs"]
+#[path = "../../crates/maru-kernel-cuda/benches/common/mod.rs"]
 #[allow(dead_code, reason = "the other benches use the rest")]
 mod common;
-#[path = "../crates/maru-kernel-cuda/tests/common/gpu.rs"]
+#[path = "../../crates/maru-kernel-cuda/tests/common/gpu.rs"]
 #[allow(dead_code, reason = "the tests use the rest")]
 mod gpu;
+mod layers;
+mod sizes;
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -38,13 +42,15 @@ const ENGINES: [(&str, &str); 4] = [
 fn main() {
     let mut args = std::env::args().skip(1);
     let (mut csv_path, mut bytes, mut repeats) = (None, 512_000_000u64, 5);
+    let mut only = String::new();
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--csv" => csv_path = args.next(),
             "--quick" => (bytes, repeats) = (128_000_000, 3),
+            "--only" => only = args.next().unwrap_or_default(),
             // What cargo passes.
             "--bench" => {}
-            other => panic!("unknown argument {other:?}; transfer [--csv FILE] [--quick]"),
+            other => panic!("unknown argument {other:?}; transfer [--csv FILE] [--quick] [--only PARTS]"),
         }
     }
     let gpu = match Gpu::open() {
@@ -53,14 +59,25 @@ fn main() {
     };
     println!("device: {}, image: {}", gpu.context.name().unwrap(), gpu.kernel.image());
     let mut csv = String::from("what,profile,layout,direction,engine,strategy,bytes,value,unit,flat,ratio\n");
-    println!(
-        "{:<17} {:<17} {:>4} {:<9} {:<12} {:>6} {:>6}  ratio",
-        "profile", "layout", "dir", "engine", "strategy", "GB/s", "flat"
-    );
-    for profile in &PROFILES {
-        throughput(&gpu, profile, bytes, repeats, &mut csv);
+    let wanted = |part: &str| only.is_empty() || only.split(',').any(|o| o == part);
+    if wanted("throughput") {
+        println!(
+            "{:<17} {:<17} {:>4} {:<9} {:<12} {:>6} {:>6}  ratio",
+            "profile", "layout", "dir", "engine", "strategy", "GB/s", "flat"
+        );
+        for profile in &PROFILES {
+            throughput(&gpu, profile, bytes, repeats, &mut csv);
+        }
     }
-    submit_cost(&gpu, &mut csv);
+    if wanted("sizes") {
+        sizes::sizes(&gpu, repeats, &mut csv);
+    }
+    if wanted("layers") {
+        layers::layers(&gpu, repeats, &mut csv);
+    }
+    if wanted("cpu") {
+        submit_cost(&gpu, &mut csv);
+    }
     if let Some(path) = csv_path {
         std::fs::write(&path, csv).unwrap_or_else(|error| panic!("{path}: {error}"));
     }
@@ -111,6 +128,29 @@ impl World {
             }
         });
         list.collect()
+    }
+}
+
+impl World {
+    /// The first tokens of the first slab.
+    fn part_of_a_slab(
+        &self,
+        bench: &Bench,
+        direction: usize,
+        stream: &Stream,
+        tokens: u64,
+    ) -> TransferRequest {
+        // SAFETY: the stream outlives the request.
+        let order = unsafe { Order::cuda(stream.0 as usize) };
+        let slots = SlotMapping::from_slots(&bench.lists[0][..tokens as usize]);
+        let at = bench.lists.len() as u64 * direction as u64 * self.each;
+        let slab = self.slabs.span(at, self.each).unwrap();
+        match direction {
+            0 => TransferRequest::scatter(&self.cache, slots, &slab),
+            _ => TransferRequest::gather(&self.cache, slots, &slab),
+        }
+        .slab_tokens(tokens)
+        .on(order)
     }
 }
 
