@@ -66,6 +66,7 @@ impl Machine {
             command.arg(format!("--{root}")).arg(self.path(root));
         }
         command.env("LD_LIBRARY_PATH", self.path("lib")).env_remove(maru_sim_driver::VARIABLE);
+        command.env("XDG_CACHE_HOME", self.path("cache"));
         command.envs(environment.iter().copied());
         end(start(&mut command))
     }
@@ -133,12 +134,13 @@ fn an_empty_machine_is_described_too() {
     machine.no_driver();
     let report = machine.report(&[], &[]);
     let keys: Vec<&String> = report.as_object().expect("an object").keys().collect();
-    assert_eq!(keys, ["version", "dax", "pools", "rooms", "host", "cuda", "findings"]);
+    assert_eq!(keys, ["version", "dax", "pools", "rooms", "host", "cuda", "calibration", "findings"]);
     assert!(list(&report["dax"]).is_empty() && list(&report["pools"]).is_empty());
     assert_eq!(severities(&report, "no dax device"), ["note"]);
     assert_eq!(severities(&report, "/shm cannot be used"), ["warning"]);
     assert_eq!(severities(&report, "no usable GPU"), ["note"]);
     assert_eq!(report["cuda"]["available"], false);
+    assert!(list(&report["calibration"]).is_empty());
     assert!(report["host"]["kernel"].is_null() && report["host"]["memory_bytes"].is_null());
     assert!(report["host"]["cache_line_bytes"].as_u64().expect("a number") >= 16);
 }
@@ -371,5 +373,102 @@ fn drivers_that_lack_functions_are_no_panic() {
         let run = machine.doctor(&["--json"], &[("MARU_SIM_CUDA", "devices=1")]);
         assert_eq!(run.code, Some(0), "{missing}: {run:?}");
         assert!(!run.err.contains("panicked"), "{missing}: {run:?}");
+    }
+}
+
+/// One simulated device that says which it is, and so can be measured.
+const KNOWN: &str = "devices=1;uuid=9";
+
+/// A calibration as it may have been left behind by an earlier run.
+fn calibration(report: &Value) -> &Value {
+    &list(&report["calibration"])[0]
+}
+
+#[test]
+fn a_gpu_is_measured_once_and_its_calibration_shown() {
+    let Some(machine) = with_gpu(&[]) else { return };
+    let looked = machine.report(&["--no-probe"], &[("MARU_SIM_CUDA", KNOWN)]);
+    let looked = calibration(&looked);
+    assert_eq!(
+        (looked["state"].as_str(), looked["reason"].as_str()),
+        (Some("defaults"), Some("not measured yet"))
+    );
+    assert!(!machine.path("cache").exists());
+
+    let first = machine.report(&[], &[("MARU_SIM_CUDA", KNOWN)]);
+    let first = calibration(&first);
+    // The simulator may be too slow for the time there is.
+    if first["state"] == "defaults" {
+        assert!(first["reason"].as_str().is_some_and(|r| r.contains("longer than it may")), "{first}");
+        assert!(!machine.path("cache").exists());
+        return;
+    }
+    assert_eq!((first["state"].as_str(), first["device"].as_u64()), (Some("measured"), Some(0)), "{first}");
+    assert!(first["seconds"].as_f64().is_some_and(|s| s > 0.0));
+    let file = first["file"].as_str().expect("a file").to_owned();
+    assert!(Path::new(&file).starts_with(machine.path("cache/maru")) && Path::new(&file).is_file(), "{file}");
+    let rows = list(&first["rows"]);
+    let kinds: Vec<_> = rows.iter().map(|r| (r["direction"].as_str(), r["run_bytes"].as_u64())).collect();
+    let [short, long] = [Some(256), Some(32 << 10)];
+    let (load, store) = (Some("load"), Some("store"));
+    assert_eq!(kinds, [(load, short), (load, long), (store, short), (store, long)]);
+    assert!(rows.iter().any(|row| !list(&row["samples"]).is_empty()), "{first}");
+
+    for arguments in [&[][..], &["--no-probe"]] {
+        let again = machine.report(arguments, &[("MARU_SIM_CUDA", KNOWN)]);
+        let again = calibration(&again);
+        assert_eq!((again["state"].as_str(), again["file"].as_str()), (Some("cached"), Some(file.as_str())));
+        assert_eq!(again["rows"], first["rows"]);
+    }
+    let run = machine.doctor(&[], &[("MARU_SIM_CUDA", KNOWN)]);
+    assert!(run.out.contains(&format!("cuda:0 measured before, kept in {file}")), "{}", run.out);
+    assert!(run.out.contains("load, runs of 32.0 KiB: ") && run.out.contains("flat copy"), "{}", run.out);
+}
+
+#[test]
+fn a_configuration_may_leave_nothing_to_measure() {
+    let Some(machine) = with_gpu(&[]) else { return };
+    for (text, state, reason) in [
+        ("calibrate = false", "disabled", None),
+        ("strategy = \"direct\"", "not_used", Some("strategy = \"direct\"")),
+        ("staging_bytes = 0", "not_used", Some("staging_bytes = 0")),
+        ("backend = \"fallback\"", "not_used", Some("backend = \"fallback\"")),
+    ] {
+        machine.file("maru.toml", &format!("[transfer]\n{text}\n"));
+        let config = machine.path("maru.toml");
+        let config = config.to_str().expect("UTF-8");
+        for arguments in [&["--config", config][..], &["--config", config, "--no-probe"]] {
+            let report = machine.report(arguments, &[("MARU_SIM_CUDA", KNOWN)]);
+            let found = calibration(&report);
+            assert_eq!((found["state"].as_str(), found["reason"].as_str()), (Some(state), reason), "{found}");
+            assert!(found["file"].is_null() && found["seconds"].is_null(), "{found}");
+            for row in list(&found["rows"]) {
+                assert_eq!(row["staged_from_bytes"].as_u64(), Some(16 << 20), "{found}");
+                assert!(list(&row["samples"]).is_empty() && row["copy_engine_bytes"].is_null(), "{found}");
+            }
+        }
+    }
+    assert!(!machine.path("cache").exists(), "something was measured");
+}
+
+#[test]
+fn a_calibration_that_cannot_be_made_or_kept_is_no_failure() {
+    let Some(machine) = with_gpu(&[]) else { return };
+    for (script, reason) in [
+        ("devices=1", "which it is"),
+        ("devices=1;uuid=9;memory_bytes=167772160", "measuring failed"),
+        ("devices=1;uuid=9;cc_major=6", "does not load"),
+        ("devices=1;uuid=9;fail_all=cuDevicePrimaryCtxRetain:1:2", "does not load"),
+    ] {
+        let report = machine.report(&[], &[("MARU_SIM_CUDA", script)]);
+        let found = calibration(&report);
+        assert!(found["reason"].as_str().is_some_and(|r| r.contains(reason)), "{script}: {found}");
+    }
+    machine.file("cache", "no directory");
+    let report = machine.report(&[], &[("MARU_SIM_CUDA", KNOWN)]);
+    let found = calibration(&report);
+    if found["state"] == "measured" {
+        assert!(found["file"].is_null(), "{found}");
+        assert_eq!(severities(&report, "calibration cannot be kept"), ["note"]);
     }
 }

@@ -3,6 +3,7 @@
 //! Each part looks at one thing, gives its facts as JSON and adds to the findings. Nothing here fails because
 //! something is absent: that is what it is asked to find out.
 
+mod calibration;
 mod cuda;
 mod dax;
 mod host;
@@ -89,11 +90,12 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<Outcome, CliError> {
     let pools = config.as_ref().map_or_else(Vec::new, |c| pools::look(&c.cxl, &roots, &mut findings));
     let host = host::look(&roots, config.as_ref(), &devices, &mut findings);
     let cuda = cuda::look(&roots, !args.no_probe, config.as_ref(), &mut findings);
+    let calibration = calibration::look(&cuda, !args.no_probe, config.as_ref(), &mut findings);
     distances(&devices, &cuda, &host, &mut findings);
     locked_memory(&host, &cuda, &mut findings);
 
     let findings = findings.sorted();
-    let human = print::lines(&devices, &pools, &rooms, &host, &cuda, &findings);
+    let human = print::lines(&devices, &pools, &rooms, &host, &cuda, &calibration, &findings);
     let json = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "dax": devices,
@@ -101,6 +103,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<Outcome, CliError> {
         "rooms": rooms,
         "host": host,
         "cuda": cuda,
+        "calibration": calibration,
         "findings": findings,
     });
     Ok(Outcome { json, human, success: true })

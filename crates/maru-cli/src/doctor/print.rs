@@ -1,5 +1,6 @@
 //! The report for people.
 
+use crate::doctor::calibration;
 use crate::doctor::cuda::{Cuda, Gpu};
 use crate::doctor::dax::{Device, Header};
 use crate::doctor::host::Host;
@@ -14,11 +15,15 @@ pub(crate) fn lines(
     rooms: &[Room],
     host: &Host,
     cuda: &Cuda,
+    calibration: &[calibration::Device],
     findings: &[Finding],
 ) -> Vec<Line> {
     let mut out = Vec::new();
     section(&mut out, "Host", host_lines(host));
     section(&mut out, "CUDA", cuda_lines(cuda));
+    if !calibration.is_empty() {
+        section(&mut out, "Calibration of strategy = \"auto\"", calibration::lines(calibration));
+    }
     section(&mut out, "Dax devices", or_none(devices.iter().flat_map(device_lines).collect()));
     if !pools.is_empty() {
         section(&mut out, "Configured pools", pools.iter().map(pool_line).collect());
