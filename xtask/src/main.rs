@@ -3,6 +3,7 @@
 mod dax_vm;
 mod gpu_bundle;
 mod licences;
+mod miri;
 mod ptx;
 
 use std::process::ExitCode;
@@ -38,6 +39,9 @@ enum Task {
     },
     /// Check that every dependency's licence is one we accept.
     Licences,
+    /// Run the pure parts and the host mover in Miri, which is installed if need be. Exit status 77: it cannot be
+    /// installed; MARU_REQUIRE_MIRI=1 makes that a failure.
+    Miri,
 }
 
 fn main() -> ExitCode {
@@ -45,6 +49,14 @@ fn main() -> ExitCode {
         Task::DaxVm { args } => dax_vm::run(&args),
         Task::GpuBundle => gpu_bundle::run(&[]),
         Task::Licences => licences::run(),
+        Task::Miri => match miri::run() {
+            Ok(()) => Ok(()),
+            Err(miri::Failure::Failed(e)) => Err(e),
+            Err(miri::Failure::Unavailable(reason)) => {
+                eprintln!("xtask: no Miri: {reason}");
+                return ExitCode::from(miri::UNAVAILABLE);
+            }
+        },
         Task::Ptx { check } => ptx::run(&if check { vec!["--check".to_owned()] } else { Vec::new() }),
     };
     match outcome {

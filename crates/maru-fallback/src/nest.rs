@@ -1,12 +1,12 @@
 //! Three loops around rows: what is left of a piece of a job once everything contiguous is folded.
 #![allow(unsafe_code)]
 
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(target_arch = "x86_64")]
 use crate::store::{LINE, Lines};
 
 /// Bytes of a row from which streaming pays although its ends share lines with other rows. Ordinary and
 /// streaming stores to one line in turn cost more than either.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(target_arch = "x86_64")]
 const WORTH: usize = 1024;
 
 /// A loop: how often, and how far each side advances.
@@ -24,7 +24,7 @@ impl Dim {
 
 /// Where to prefetch while reading: a distance that depends on how far reading has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(any(not(target_arch = "x86_64"), miri), allow(dead_code))]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) struct Ahead {
     /// Reads below this address prefetch `before` bytes further on, others `after`.
     pub(crate) border: usize,
@@ -65,7 +65,7 @@ impl Nest {
     }
 
     /// Whether every row of a nest that starts at `dst` is made of whole lines there.
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    #[cfg(target_arch = "x86_64")]
     fn whole_lines(&self, dst: usize) -> bool {
         let strides = self.dims.iter().fold(0, |bits, d| bits | d.dst.cast_unsigned());
         (self.row | dst | strides).is_multiple_of(LINE)
@@ -109,7 +109,7 @@ pub(crate) unsafe fn plain(nest: &Nest, dst: *mut u8, src: *const u8, _ahead: Ah
 ///
 /// # Safety
 /// That of [`crate::store::MoveNest`], and the features of `L` are enabled in the caller.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(crate) unsafe fn streaming<L: Lines>(nest: &Nest, dst: *mut u8, src: *const u8, ahead: Ahead) {
     if nest.whole_lines(dst.addr()) {
@@ -148,7 +148,7 @@ pub(crate) unsafe fn streaming<L: Lines>(nest: &Nest, dst: *mut u8, src: *const 
 ///
 /// # Safety
 /// As [`Lines::stream`] for that many lines.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn lines<L: Lines>(mut dst: *mut u8, mut src: *const u8, bytes: usize, ahead: Ahead) {
     const STEP: usize = 4;
@@ -169,7 +169,7 @@ unsafe fn lines<L: Lines>(mut dst: *mut u8, mut src: *const u8, bytes: usize, ah
     }
 }
 
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(target_arch = "x86_64")]
 impl Ahead {
     #[inline(always)]
     fn at(&self, src: *const u8) -> isize {
@@ -179,12 +179,18 @@ impl Ahead {
 
 /// Asks for the line at an address, which need not be mapped, in the second-level cache: what is read ahead
 /// would push what is about to be used out of the first.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn prefetch(at: *const u8) {
+    #[cfg(not(miri))]
     use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+    #[cfg(not(miri))]
     // SAFETY: a prefetch never faults and changes nothing but cache state; every x86-64 has it.
-    unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    unsafe {
+        _mm_prefetch::<_MM_HINT_T1>(at.cast());
+    }
+    #[cfg(miri)]
+    let _ = at;
 }
 
 #[cfg(test)]

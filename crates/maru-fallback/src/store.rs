@@ -49,13 +49,13 @@ impl Store {
     pub(crate) fn mover(self) -> Option<MoveNest> {
         match self {
             Store::Plain => Some(crate::nest::plain),
-            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            #[cfg(target_arch = "x86_64")]
             Store::Sse2 => Some(x86::sse2),
-            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            #[cfg(target_arch = "x86_64")]
             Store::Avx2 => is_x86_feature_detected!("avx2").then_some(x86::avx2 as MoveNest),
-            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            #[cfg(target_arch = "x86_64")]
             Store::Avx512 => is_x86_feature_detected!("avx512f").then_some(x86::avx512 as MoveNest),
-            #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+            #[cfg(not(target_arch = "x86_64"))]
             _ => None,
         }
     }
@@ -79,7 +79,7 @@ pub(crate) fn fence() {
 }
 
 /// Copies whole lines, past the caches.
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(target_arch = "x86_64")]
 pub(crate) trait Lines {
     /// Copies `N` lines.
     ///
@@ -89,10 +89,12 @@ pub(crate) trait Lines {
     unsafe fn stream<const N: usize>(dst: *mut u8, src: *const u8);
 }
 
-#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[cfg(target_arch = "x86_64")]
 mod x86 {
     use core::arch::x86_64::*;
 
+    #[cfg(miri)]
+    use self::interpreted::{_mm_stream_si128, _mm256_stream_si256, _mm512_stream_si512};
     use super::{LINE, Lines};
     use crate::nest::{Ahead, Nest, streaming};
 
@@ -140,4 +142,26 @@ mod x86 {
     kind!(Sse2, sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128);
     kind!(Avx2, avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256);
     kind!(Avx512, avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512);
+
+    /// Miri has no streaming stores. Ordinary ones stand in for them there, of the same width and with the same
+    /// need of alignment, so that it sees every address of the loops around them.
+    #[cfg(miri)]
+    mod interpreted {
+        use core::arch::x86_64::{__m128i, __m256i, __m512i};
+
+        macro_rules! store {
+            ($name:ident, $vector:ty) => {
+                /// # Safety
+                /// As [`core::ptr::write`].
+                pub(super) unsafe fn $name(to: *mut $vector, value: $vector) {
+                    // SAFETY: that of this function.
+                    unsafe { to.write(value) }
+                }
+            };
+        }
+
+        store!(_mm_stream_si128, __m128i);
+        store!(_mm256_stream_si256, __m256i);
+        store!(_mm512_stream_si512, __m512i);
+    }
 }
