@@ -5,15 +5,23 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
+use maru_cxl::{CudaRegistrar, Region, RegisterOptions, Slab};
+use maru_driver::DeviceBuffer;
 use maru_kernel_cuda::{PagedCopyKernel, StagedMover, StagedOptions, open_context};
-use maru_layout::Direction;
-use maru_sim_driver::{Session, session};
-use maru_transfer::calibration::{Calibration, Effort, RUNS, SIZES, STAGE_FROM, Source};
-use maru_transfer::config::{StrategyChoice, TransferConfig};
-use maru_transfer::{TransferBackend, TransferError, backend::NativeBackend};
+use maru_layout::{CacheSpec, DType, Direction, SlotMapping, TensorDesc};
+use maru_sim_driver::{CopyKind, Session, session};
+use maru_transfer::backend::NativeBackend;
+use maru_transfer::calibration::{
+    Calibration, Effort, Identity, RUNS, Row, SIZES, STAGE_FROM, Sample, Source,
+};
+use maru_transfer::config::{Config, DeviceChoice, StrategyChoice, TransferConfig};
+use maru_transfer::{
+    CacheTensor, PagedCache, Place, Tensors, TransferBackend, TransferEngine, TransferError, TransferRequest,
+};
 use tempfile::TempDir;
 
 macro_rules! tests {
@@ -49,6 +57,7 @@ fn main() {
         threads_measure_once,
         only_looking_measures_nothing,
         a_backend_goes_by_its_calibration,
+        driver_copies_move_the_same_bytes,
     ];
     let trials = trials.into_iter().map(|(name, test)| {
         let run = move || {
@@ -404,4 +413,88 @@ fn a_backend_goes_by_its_calibration(session: &Session) {
     config.strategy = StrategyChoice::Auto;
     config.staging_bytes = 0;
     assert!(NativeBackend::open(0, &config).unwrap().calibration().is_none());
+}
+
+/// A calibration by which every batch that driver copies could move goes that way.
+fn copies_everywhere(config: &TransferConfig) -> Calibration {
+    let samples: Vec<Sample> =
+        SIZES.iter().map(|(bytes, _)| Sample::new(*bytes, 1.0, 3.0, Some(2.0), Some(1.5))).collect();
+    let rows = [Direction::Scatter, Direction::Gather].map(|way| Row::new(way, RUNS[1], samples.clone()));
+    Calibration::of_rows(Identity::of_device(0, None, config).unwrap(), rows.to_vec())
+}
+
+fn driver_copies_move_the_same_bytes(session: &Session) {
+    session.set("uuid", 7);
+    let mut config = Config::default();
+    config.transfer.device = DeviceChoice::Cuda(0);
+    config.transfer.calibrate = false;
+    config.transfer.kv_chunk_tokens = 64;
+    let native = NativeBackend::open(0, &config.transfer).unwrap();
+    let native = native.with_calibration(copies_everywhere(&config.transfer)).unwrap();
+    let engine = TransferEngine::with_backend(&config, Place::Cuda(0), Box::new(native)).unwrap();
+
+    // 32 layers of (6 blocks, K and V, 16 tokens, 8 heads, 128 elements).
+    let context = open_context(0).unwrap();
+    let tensor = TensorDesc::contiguous(&[6, 2, 16, 8, 128], DType::Bf16).unwrap();
+    let layer = tensor.span_bytes();
+    let memory = DeviceBuffer::new(&context, usize::try_from(32 * layer).unwrap()).unwrap();
+    let registered = |evenly: bool| {
+        // Two layers that change places are spaced otherwise.
+        let place = |l: u64| if evenly || l > 1 { l } else { 1 - l };
+        let at =
+            |l: u64| CacheTensor { addr: memory.addr() + place(l) * layer, len: layer, desc: tensor.clone() };
+        let tensors = Tensors::PerLayer((0..32).map(at).collect());
+        // SAFETY: the memory outlives the caches and their transfers.
+        let cache = unsafe { PagedCache::new(&tensors, &CacheSpec::default(), Place::Cuda(0), Some(32)) };
+        engine.register(cache.unwrap()).unwrap()
+    };
+    let (even, uneven) = (registered(true), registered(false));
+    let contents: Vec<u8> = (0..32 * layer).map(|i| ((i * 2_654_435_761) >> 13).to_le_bytes()[0]).collect();
+    assert!(session.poke(memory.addr(), &contents));
+
+    let len = 64 * 32 * 2 * 2048;
+    let registrar = Arc::new(CudaRegistrar::open(0).unwrap());
+    let slab = || {
+        let slab = Region::anonymous(len).unwrap().slab(0, len).unwrap();
+        let options = RegisterOptions { required: true, ..RegisterOptions::default() };
+        slab.region().register(registrar.clone(), options).unwrap();
+        slab
+    };
+    let (copied, kernel) = (slab(), slab());
+    let slots = |blocks: [i64; 4]| SlotMapping::from_blocks(&blocks, 16, 0..64).unwrap();
+    let from = || slots([4, 0, 3, 1]);
+    let submit = |request: &TransferRequest| {
+        session.clear_records();
+        let transfer = engine.submit(request).unwrap();
+        let strategy = transfer.strategy();
+        assert_eq!(transfer.backend(), "native");
+        transfer.wait().unwrap();
+        let kernels = session.records().iter().filter(|r| r.kind == CopyKind::Kernel).count();
+        assert_eq!(kernels == 0, strategy == "copy_engine");
+        strategy
+    };
+    assert_eq!(submit(&TransferRequest::gather(&even, from(), &copied)), "copy_engine");
+    assert_eq!(submit(&TransferRequest::gather(&uneven, from(), &kernel)), "staged");
+    // The first two layers lie the other way round in the second slab.
+    let bytes = |slab: &Slab| {
+        let mut bytes = vec![0; usize::try_from(len).unwrap()];
+        slab.read_at(0, &mut bytes).unwrap();
+        bytes
+    };
+    let swapped = |slab: &Slab| {
+        let (mut bytes, strip) = (bytes(slab), 64 * 2048);
+        for kv in bytes.chunks_mut(32 * strip) {
+            let (first, rest) = kv.split_at_mut(strip);
+            first.swap_with_slice(&mut rest[..strip]);
+        }
+        bytes
+    };
+    let stored = bytes(&copied);
+    assert!(stored == swapped(&kernel) && stored.iter().any(|byte| *byte != stored[0]));
+
+    // And back, into other blocks.
+    assert!(session.poke(memory.addr(), &vec![0; contents.len()]));
+    assert_eq!(submit(&TransferRequest::scatter(&even, slots([5, 2, 0, 4]), &copied)), "copy_engine");
+    assert_eq!(submit(&TransferRequest::gather(&uneven, slots([5, 2, 0, 4]), &kernel)), "staged");
+    assert!(stored == swapped(&kernel));
 }

@@ -59,16 +59,25 @@ impl NativeBackend {
             },
         };
         let options = LaunchOptions::default().with_sm_budget(config.sm_budget);
-        let copies = match calibration.as_ref().is_some_and(Calibration::uses_copy_engine) {
-            true => Some(DeviceBackend::open(device)?),
-            false => None,
-        };
+        let copies = copies(device, calibration.as_ref())?;
         Ok(NativeBackend { kernel, device, options, staged, calibration, copies })
     }
 
     /// What `strategy = "auto"` goes by; `None` where there is nothing to choose.
     pub fn calibration(&self) -> Option<&Calibration> {
         self.calibration.as_ref()
+    }
+
+    /// The same going by another calibration, to compare choices. Nothing changes where there is nothing to choose.
+    ///
+    /// # Errors
+    /// [`TransferError::Fallback`] of the kind `context_lost` only.
+    pub fn with_calibration(mut self, calibration: Calibration) -> Result<Self, TransferError> {
+        if self.calibration.is_some() {
+            self.copies = copies(self.device, Some(&calibration))?;
+            self.calibration = Some(calibration);
+        }
+        Ok(self)
     }
 
     /// How a batch is to be moved, if it can be.
@@ -146,6 +155,21 @@ impl NativeBackend {
     /// The loaded kernel.
     pub fn kernel(&self) -> &PagedCopyKernel {
         &self.kernel
+    }
+}
+
+/// The mover for batches that driver copies move, if there are any.
+fn copies(device: u32, calibration: Option<&Calibration>) -> Result<Option<DeviceBackend>, TransferError> {
+    if !calibration.is_some_and(Calibration::uses_copy_engine) {
+        return Ok(None);
+    }
+    match DeviceBackend::open(device) {
+        Ok(copies) => Ok(Some(copies)),
+        Err(error) if error.kind() == "context_lost" => Err(error),
+        Err(error) => {
+            tracing::warn!(device, %error, "driver copies cannot be had; the kernel moves everything");
+            Ok(None)
+        }
     }
 }
 
