@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use cudarc::driver::sys;
 use libtest_mimic::{Arguments, Failed, Trial};
 use maru_cxl::{CudaRegistrar, Region, RegisterOptions, Slab};
 use maru_driver::DeviceBuffer;
@@ -55,6 +56,8 @@ fn main() {
         no_time_means_defaults_and_no_file,
         a_ring_too_small_to_stage_goes_directly,
         threads_measure_once,
+        a_capture_going_on_is_left_alone,
+        the_callers_context_stays,
         only_looking_measures_nothing,
         a_backend_goes_by_its_calibration,
         driver_copies_move_the_same_bytes,
@@ -384,6 +387,44 @@ fn threads_measure_once(_: &Session) {
     let later = found.iter().filter(|c| matches!(c.source(), Source::Cached { .. })).count();
     assert_eq!((first, later), (1, 3));
     assert!(found.iter().all(|c| c.stored() == found[0].stored()));
+}
+
+/// By default memory that is allocated while any thread captures would spoil the graph.
+fn a_capture_going_on_is_left_alone(_: &Session) {
+    let rig = Rig::new();
+    let context = open_context(0).unwrap();
+    context.bind_to_thread().unwrap();
+    let stream = context.new_stream().unwrap();
+    let global = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    stream.begin_capture(global).unwrap();
+    std::thread::scope(|scope| measured(&scope.spawn(|| rig.obtain()).join().unwrap()).to_owned());
+    fs::remove_file(&rig.files()[0]).unwrap();
+    measured(&rig.obtain());
+    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let captured = stream.end_capture(flags);
+    assert!(captured.is_ok(), "the capture was spoilt: {:?}", captured.err());
+}
+
+fn the_callers_context_stays(_: &Session) {
+    let rig = Rig::new();
+    let set = |context| {
+        // SAFETY: a live context or none.
+        assert_eq!(unsafe { sys::cuCtxSetCurrent(context) }, sys::CUresult::CUDA_SUCCESS);
+    };
+    let current = || {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid.
+        assert_eq!(unsafe { sys::cuCtxGetCurrent(&raw mut context) }, sys::CUresult::CUDA_SUCCESS);
+        context
+    };
+    let other = open_context(1).unwrap();
+    for context in [std::ptr::null_mut(), other.cu_ctx()] {
+        set(context);
+        measured(&rig.obtain());
+        assert_eq!(current(), context);
+        fs::remove_file(&rig.files()[0]).unwrap();
+    }
+    set(std::ptr::null_mut());
 }
 
 fn only_looking_measures_nothing(session: &Session) {

@@ -71,6 +71,9 @@ impl Effort {
 const FEW: usize = 3;
 const LONG_US: f64 = 2000.0;
 
+/// Traffic before the first measurement.
+const WAKE: Duration = Duration::from_millis(10);
+
 const DIRECTIONS: [Direction; 2] = [Direction::Scatter, Direction::Gather];
 
 /// What is compared with each other: one direction, run length and size.
@@ -150,8 +153,9 @@ fn all_rounds(rig: &mut Rig, cells: &mut [Cell], budget: Duration) -> Result<(),
 /// The first use of everything is slow, and an idle link takes some traffic to wake up.
 fn warm_up(rig: &mut Rig, cells: &[Cell]) -> Result<(), Stop> {
     let smallest = SIZES[0].0;
-    for direction in DIRECTIONS {
-        for _ in 0..4 {
+    let begun = Instant::now();
+    while begun.elapsed() < WAKE {
+        for direction in DIRECTIONS {
             rig.time_flat(4 * smallest, direction)?;
         }
     }
