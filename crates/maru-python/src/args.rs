@@ -6,6 +6,9 @@ use pyo3::types::{PyBool, PyFloat, PyString};
 
 use crate::errors::{Fault, Result};
 
+/// An argument that may be left out.
+pub(crate) type Arg<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
 /// A short name of an object's type, for messages.
 pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> String {
     object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string())

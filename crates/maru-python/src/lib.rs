@@ -19,6 +19,7 @@ mod memory;
 mod pool;
 mod process;
 mod region;
+mod request;
 mod tensor;
 mod transfer;
 mod words;

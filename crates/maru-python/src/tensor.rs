@@ -173,3 +173,17 @@ pub(crate) fn stream_of(
         _ => Ok(0),
     }
 }
+
+/// The stream that a caller names, or the one it is on: torch's current one of the device, if torch is loaded.
+pub(crate) fn stream_or_current(
+    py: Python<'_>,
+    place: Place,
+    stated: Option<&Bound<'_, PyAny>>,
+) -> Result<usize> {
+    stream_of(py, place, true, stated)
+}
+
+/// The raw handle of an event.
+pub(crate) fn event_handle(event: &Bound<'_, PyAny>, name: &str) -> Result<usize> {
+    torch::event_handle(event, name)
+}

@@ -1,35 +1,33 @@
 //! `Transfer`: when is it done, and who moved it?
 
-use std::sync::{Mutex, TryLockError};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
-use maru_transfer::{Place, Stream, Transfer};
+use maru_layout::LayoutError;
+use maru_transfer::{Place, Stream, Transfer, TransferError};
 use pyo3::prelude::*;
 
-use crate::args;
-use crate::errors::{Fault, detached, guard};
+use crate::args::{self, Arg};
+use crate::errors::{Fault, Result, detached, guard};
 use crate::process::{lock, pid, process};
 use crate::region::no_pickle;
-use crate::tensor::stream_of;
-
-/// One submission: some of the layers.
-struct Part {
-    first_layer: u64,
-    layers: u64,
-    transfer: Option<Transfer>,
-}
+use crate::tensor::stream_or_current;
 
 struct State {
-    parts: Vec<Part>,
+    /// `None` once it is over.
+    transfer: Option<Transfer>,
     failed: Option<Fault>,
     keep: Vec<Py<PyAny>>,
 }
 
-/// A submitted transfer. Keeps cache, slab and slots alive until it is over; letting go of it neither waits nor
-/// cancels.
+/// A submitted transfer. Keeps cache, slab, slots and events alive until it is over; letting go of it neither waits
+/// nor cancels.
 #[pyclass(module = "maru_kv_ops", name = "Transfer", frozen)]
 pub(crate) struct PyTransfer {
     state: Mutex<State>,
     pid: u32,
+    place: Place,
+    /// Of the cache.
+    layers: u32,
     backend: &'static str,
     strategy: &'static str,
     bytes: u64,
@@ -37,27 +35,17 @@ pub(crate) struct PyTransfer {
 }
 
 impl PyTransfer {
-    /// `parts` are `(first layer, layers, transfer)` in the order they were submitted.
-    pub(crate) fn new(parts: Vec<(u64, u64, Transfer)>, keep: Vec<Py<PyAny>>) -> Self {
-        let first = parts.first().map(|p| &p.2);
+    /// A transfer of a cache of `layers` layers in `place`.
+    pub(crate) fn new(transfer: Transfer, (place, layers): (Place, u64), keep: Vec<Py<PyAny>>) -> Self {
         PyTransfer {
             pid: pid(),
-            backend: first.map_or("none", Transfer::backend),
-            strategy: first.map_or("none", Transfer::strategy),
-            bytes: parts.iter().map(|p| p.2.bytes()).sum(),
-            captured: parts.iter().any(|p| p.2.captured()),
-            state: Mutex::new(State {
-                parts: parts
-                    .into_iter()
-                    .map(|(first_layer, layers, transfer)| Part {
-                        first_layer,
-                        layers,
-                        transfer: Some(transfer),
-                    })
-                    .collect(),
-                failed: None,
-                keep,
-            }),
+            place,
+            layers: u32::try_from(layers).unwrap_or(u32::MAX),
+            backend: transfer.backend(),
+            strategy: transfer.strategy(),
+            bytes: transfer.bytes(),
+            captured: transfer.captured(),
+            state: Mutex::new(State { transfer: Some(transfer), failed: None, keep }),
         }
     }
 
@@ -70,34 +58,91 @@ impl PyTransfer {
             ))),
         }
     }
+
+    fn layer(&self, layer: &Bound<'_, PyAny>) -> Result<u32> {
+        let layer = u32::try_from(args::count(layer, "layer")?).unwrap_or(u32::MAX);
+        match layer < self.layers {
+            true => Ok(layer),
+            false => Err(LayoutError::LayerRange { first: layer, count: 1, layers: self.layers }.into()),
+        }
+    }
+
+    /// Asks the transfer with the GIL released, and gives back what it kept if that showed that it is over. `None`
+    /// while another thread waits for it.
+    fn ask<T: Send>(
+        &self,
+        py: Python<'_>,
+        block: bool,
+        question: impl FnOnce(&mut State) -> Result<T, Fault> + Send,
+    ) -> Result<Option<T>> {
+        self.here()?;
+        let (answer, kept) = detached(py, || {
+            let Some(mut state) = self.take(block) else { return Ok((Ok(None), Vec::new())) };
+            let answer = question(&mut state);
+            let over = state.transfer.is_none();
+            Ok((answer.map(Some), if over { std::mem::take(&mut state.keep) } else { Vec::new() }))
+        })?;
+        // With the GIL, outside the lock: an object's finaliser may ask this transfer.
+        drop(kept);
+        Ok(answer?)
+    }
+
+    fn order(&self, py: Python<'_>, stream: Arg<'_, '_>, layer: Option<u32>) -> Result<()> {
+        let stream = stream_or_current(py, self.place, stream)?;
+        // SAFETY: a live stream of the device, as the caller states, or torch's current one.
+        let stream = unsafe { Stream::cuda(stream) };
+        let order = |transfer: &mut Transfer| match layer {
+            Some(layer) => transfer.order_before_layer(stream, layer),
+            None => transfer.order_before(stream),
+        };
+        self.ask(py, true, |state| state.with((), order)).map(drop)
+    }
+
+    fn take(&self, block: bool) -> Option<MutexGuard<'_, State>> {
+        match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
+            Err(TryLockError::WouldBlock) => block.then(|| lock(&self.state)),
+        }
+    }
 }
 
 impl State {
-    /// Waits for the parts that a predicate names; remembers the first failure.
-    fn wait(&mut self, wanted: impl Fn(&Part) -> bool) -> Result<(), Fault> {
-        for part in self.parts.iter_mut().filter(|p| wanted(p)) {
-            if let Some(transfer) = part.transfer.take()
-                && let Err(e) = transfer.wait()
-            {
-                self.failed.get_or_insert(e.into());
-            }
+    /// Does something with the transfer, if it is not over; `over` says so of one that is. A failure ends it: the rest
+    /// is waited for, and the failure is told to everybody who asks later.
+    fn with<T>(
+        &mut self,
+        over: T,
+        body: impl FnOnce(&mut Transfer) -> Result<T, TransferError>,
+    ) -> Result<T, Fault> {
+        if let Some(fault) = &self.failed {
+            return Err(fault.clone());
+        }
+        let Some(transfer) = &mut self.transfer else { return Ok(over) };
+        body(transfer).map_err(|e| {
+            let fault = Fault::from(e);
+            self.failed = Some(fault.clone());
+            // What else it reports was caused by the first, or is like it.
+            let _ = self.transfer.take().map(Transfer::wait);
+            fault
+        })
+    }
+
+    fn wait(&mut self) -> Result<(), Fault> {
+        if let Some(transfer) = self.transfer.take()
+            && let Err(e) = transfer.wait()
+        {
+            self.failed.get_or_insert(e.into());
         }
         self.failed.clone().map_or(Ok(()), Err)
     }
 
     fn is_done(&mut self) -> Result<bool, Fault> {
-        for part in &mut self.parts {
-            match part.transfer.as_mut().map(Transfer::is_done) {
-                None => {}
-                Some(Ok(false)) => return Ok(false),
-                Some(Ok(true)) => part.transfer = None,
-                Some(Err(e)) => {
-                    part.transfer = None;
-                    self.failed.get_or_insert(e.into());
-                }
-            }
+        let done = self.with(true, Transfer::is_done)?;
+        if done {
+            self.transfer = None;
         }
-        self.failed.clone().map_or(Ok(true), Err)
+        Ok(done)
     }
 }
 
@@ -105,81 +150,52 @@ impl State {
 impl PyTransfer {
     /// Blocks until it is over, with the GIL released. Raises what went wrong in flight.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        guard(py, || {
-            self.here()?;
-            let (kept, outcome) = py.detach(|| {
-                let mut state = lock(&self.state);
-                let outcome = state.wait(|_| true);
-                (std::mem::take(&mut state.keep), outcome)
-            });
-            drop(kept);
-            Ok(outcome?)
-        })
+        guard(py, || self.ask(py, true, State::wait).map(drop))
     }
 
-    /// Blocks until a layer is where it should be. Layers become ready in groups of `layer_group`, if the
-    /// transfer was submitted with one, else all at once.
+    /// Blocks until a layer of the cache is where it should be; of a transfer that was not submitted with
+    /// `by_layer`, until it is over.
     fn wait_layer(&self, py: Python<'_>, layer: &Bound<'_, PyAny>) -> PyResult<()> {
         guard(py, || {
-            self.here()?;
-            let layer = args::count(layer, "layer")?;
-            Ok(detached(py, || {
-                let mut state = lock(&self.state);
-                let holds = |p: &Part| (p.first_layer..p.first_layer + p.layers).contains(&layer);
-                if !state.parts.iter().any(holds) {
-                    return Err(Fault::value(format!("layer {layer} is not part of this transfer")));
-                }
-                state.wait(holds)
-            })?)
+            let layer = self.layer(layer)?;
+            self.ask(py, true, |state| state.with((), |t| t.wait_layer(layer))).map(drop)
         })
     }
 
     /// Whether it is over. Raises what went wrong in flight.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        // Another thread that waits for it knows that it is not over.
+        guard(py, || Ok(self.ask(py, false, State::is_done)?.unwrap_or(false)))
+    }
+
+    /// Whether a layer of the cache is where it should be.
+    fn layer_done(&self, py: Python<'_>, layer: &Bound<'_, PyAny>) -> PyResult<bool> {
         guard(py, || {
-            self.here()?;
-            let (kept, outcome) = py.detach(|| {
-                let mut state = match self.state.try_lock() {
-                    Ok(state) => state,
-                    Err(TryLockError::Poisoned(state)) => state.into_inner(),
-                    // Another thread waits for it, so it is not over.
-                    Err(TryLockError::WouldBlock) => return (Vec::new(), Ok(false)),
-                };
-                let outcome = state.is_done();
-                let over = !matches!(outcome, Ok(false));
-                (if over { std::mem::take(&mut state.keep) } else { Vec::new() }, outcome)
-            });
-            drop(kept);
-            Ok(outcome?)
+            let layer = self.layer(layer)?;
+            let done = self.ask(py, false, |state| state.with(true, |t| t.layer_done(layer)))?;
+            Ok(done.unwrap_or(false))
         })
     }
 
-    /// Makes later work on a stream (a handle, or torch's, CuPy's, … stream object) wait for it, or for one of
-    /// its layers, without blocking the host.
-    #[pyo3(signature = (stream, layer=None))]
-    fn order_before(
+    /// Makes later work on a stream (a handle, or torch's, CuPy's, … stream object; without one, the caller's
+    /// current one) wait for it, or for one of its layers, without blocking the host.
+    #[pyo3(signature = (stream=None, layer=None))]
+    fn order_before(&self, py: Python<'_>, stream: Arg<'_, '_>, layer: Arg<'_, '_>) -> PyResult<()> {
+        guard(py, || {
+            let layer = layer.filter(|l| !l.is_none()).map(|l| self.layer(l)).transpose()?;
+            self.order(py, stream, layer)
+        })
+    }
+
+    /// The same for one layer.
+    #[pyo3(signature = (layer, stream=None))]
+    fn order_before_layer(
         &self,
         py: Python<'_>,
-        stream: &Bound<'_, PyAny>,
-        layer: Option<&Bound<'_, PyAny>>,
+        layer: &Bound<'_, PyAny>,
+        stream: Arg<'_, '_>,
     ) -> PyResult<()> {
-        guard(py, || {
-            self.here()?;
-            let handle = stream_of(py, Place::Host, false, Some(stream))?;
-            let layer = layer.filter(|l| !l.is_none()).map(|l| args::count(l, "layer")).transpose()?;
-            Ok(detached(py, || {
-                let mut state = lock(&self.state);
-                for part in &mut state.parts {
-                    let holds =
-                        layer.is_none_or(|l| (part.first_layer..part.first_layer + part.layers).contains(&l));
-                    if let (true, Some(transfer)) = (holds, part.transfer.as_mut()) {
-                        // SAFETY: a live stream of the device, as the caller states.
-                        transfer.order_before(unsafe { Stream::cuda(handle) })?;
-                    }
-                }
-                Ok(())
-            })?)
-        })
+        guard(py, || self.order(py, stream, Some(self.layer(layer)?)))
     }
 
     /// The mover: `native` or `fallback`.
@@ -218,18 +234,12 @@ impl PyTransfer {
 impl Drop for PyTransfer {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let mut keep = std::mem::take(&mut state.keep);
-        let left: Vec<Transfer> = state.parts.iter_mut().filter_map(|p| p.transfer.take()).collect();
+        let Some(transfer) = state.transfer.take() else { return };
         if self.pid != pid() {
-            std::mem::forget(left);
+            std::mem::forget(transfer);
             return;
         }
-        // Waiting here would stop every thread of the interpreter: whoever comes next looks after it. What must
-        // live goes with the last part, which the stream finishes last.
-        let last = left.len();
-        for (i, transfer) in left.into_iter().enumerate() {
-            let keep = if i + 1 == last { std::mem::take(&mut keep) } else { Vec::new() };
-            process().park(transfer, keep);
-        }
+        // Waiting here would stop every thread of the interpreter: whoever comes next looks after it.
+        process().park(transfer, std::mem::take(&mut state.keep));
     }
 }

@@ -58,6 +58,8 @@ class Driver:
     def upload(self, address: int, array: np.ndarray) -> None:
         array = np.ascontiguousarray(array)
         self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes))
+        # Of pageable memory the copy may go on after the call, and streams that do not block would not wait for it.
+        self("cuCtxSynchronize")
 
     def download(self, address: int, like: np.ndarray) -> np.ndarray:
         self("cuCtxSynchronize")
@@ -70,12 +72,34 @@ class Driver:
         self("cuStreamCreate", ctypes.byref(stream), 1)
         return stream.value
 
+    def event(self, stream: int) -> int:
+        """Recorded on a stream."""
+        event = ctypes.c_void_p()
+        self("cuEventCreate", ctypes.byref(event), 2)
+        self("cuEventRecord", event, ctypes.c_void_p(stream))
+        return event.value
+
     def pinned(self, shape, dtype=np.uint16) -> np.ndarray:
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         pointer = ctypes.c_void_p()
         self("cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(max(nbytes, 1)), 3)
         memory = (ctypes.c_uint8 * nbytes).from_address(pointer.value)
         return np.frombuffer(memory, dtype).reshape(shape)
+
+
+class Gate:
+    """Holds streams back until it is opened."""
+
+    def __init__(self, driver: Driver):
+        self.driver, self.word = driver, driver.pinned((1,), np.uint32)
+        self.word[0] = 0
+
+    def hold(self, stream: int) -> None:
+        address = ctypes.c_uint64(self.word.ctypes.data)
+        self.driver("cuStreamWaitValue32_v2", ctypes.c_void_p(stream), address, ctypes.c_uint32(1), 0)
+
+    def open(self) -> None:
+        self.word[0] = 1
 
 
 NAMES = {"int64": "torch.int64", "uint16": "torch.uint16", "float16": "torch.float16", "uint8": "torch.uint8"}

@@ -190,10 +190,12 @@ def test_objects_on_a_registered_region():
     m.multi_layer_kv_transfer(**there.arguments(view, SLOTS, D2H))
     m.synchronize()
     assert np.array_equal(np.delete(view, 4, axis=2), np.delete(expected, 4, axis=2))
-    loads = engine.load(paged, SLOTS, slab, slab_tokens=8, layer_group=1, stream=stream)
+    loads = engine.load(paged, SLOTS, slab, slab_tokens=8, by_layer=True, stream=stream)
     for layer in range(3):
         loads.wait_layer(layer)
+        assert loads.layer_done(layer)
         loads.order_before(later, layer)
+        loads.order_before_layer(layer)
     assert loads.done()
     with pytest.raises(m.NotAvailableError, match="not registered"):
         native = m.Engine({"maru_device": "cuda:0", "maru_backend": "native"})

@@ -99,7 +99,7 @@ def calls():
     region = m.Region.anonymous(1 << 16)
     ours = region.slab(0, 4096)
     transfer = engine.store(paged, slots, slab)
-    opts = dict(skip_tokens=0, partial=False, layers=None, layer_group=None, slab_tokens=None, fingerprint=None, raw=False, stream=None)
+    opts = dict(skip_tokens=0, partial=False, layers=None, by_layer=False, after=None, slab_tokens=None, fingerprint=None, raw=False, stream=None)
     many = {k: v for k, v in opts.items() if k != "skip_tokens"}
     spec = dict(v_tensors=None, block_size=4, num_kv_heads=2, head_size=6, axes=None, mla=False, num_layers=3,
                 num_blocks=5, backend_head_size=None, dtype=None)  # fmt: skip
@@ -125,6 +125,8 @@ def calls():
         "Slab.write": (ours.write, dict(data=b"x", offset=0)),
         "Slab.span": (ours.span, dict(offset=0, nbytes=8)),
         "Transfer.wait_layer": (transfer.wait_layer, dict(layer=0)),
+        "Transfer.layer_done": (transfer.layer_done, dict(layer=0)),
+        "Transfer.order_before_layer": (transfer.order_before_layer, dict(layer=0, stream=0)),
         "Transfer.order_before": (transfer.order_before, dict(stream=0, layer=0)),
         "slots_from_blocks": (m.slots_from_blocks, dict(blocks=[1, 2], block_size=4, start=0, stop=8)),
         "resolve_ops": (m.resolve_ops, dict(config={"maru_use_native_kernels": False}, formats=[], foreign=[])),
@@ -179,7 +181,7 @@ def test_missing_and_unknown_arguments(name):
     call, good = CALLS[name]
     with pytest.raises(TypeError):
         call(**good, no_such_argument=1)
-    if name not in ("Engine", "resolve_ops", "PageBufferShapeDesc", "Slab.read", "Region.register"):
+    if name not in ("Engine", "resolve_ops", "PageBufferShapeDesc", "Slab.read", "Region.register", "Transfer.order_before"):
         with pytest.raises(TypeError):
             call()
 

@@ -10,26 +10,10 @@ import sys
 import maru_kv_ops as m
 import numpy as np
 import pytest
+import torch_gpu
 from reference import D2H, H2D, ONE_PLANE, TOKEN_FORMATS, Cache
 
-
-def missing() -> str | None:
-    try:
-        import torch
-    except ImportError as error:
-        return f"torch is not installed ({error})"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    return None
-
-
-if (_reason := missing()) is not None:
-    if os.environ.get("MARU_REQUIRE_GPU") == "1":
-        pytest.fail(f"MARU_REQUIRE_GPU=1, but {_reason}", pytrace=False)
-    pytest.skip(_reason, allow_module_level=True)
-
-import torch  # noqa: E402
-
+torch = torch_gpu.required()
 DEVICE = torch.device("cuda:0")
 T = 256
 SHAPES = {
@@ -213,7 +197,7 @@ def test_objects_equal_torch_indexing(layout, backend):
     assert transfer.backend == ("fallback" if backend == "fallback" else "native")
     assert torch.equal(slab.to(DEVICE).view(torch.int16), index_slab(tensors, slots).view(torch.int16))
     other, target = vllm_cache(layout)
-    loads = engine.load(target, given, slab, layer_group=1)
+    loads = engine.load(target, given, slab, by_layer=True)
     for layer in range(4):
         loads.wait_layer(layer)
         assert torch.equal(index_slab(other, slots)[:, layer].view(torch.int16), index_slab(tensors, slots)[:, layer].view(torch.int16))

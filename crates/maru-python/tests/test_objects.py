@@ -198,16 +198,97 @@ def test_skip_partial_and_layers(host_engine):
             host_engine.store(cache, SLOTS, slab, layers=layers)
 
 
-def test_layers_one_group_at_a_time(host_engine):
+def test_a_host_transfer_by_layer_has_all_layers_at_once(host_engine):
     cache, _ = cache_of(kv_first, values())
     slab = np.zeros(cache.slab_shape(8), np.uint16)
-    transfer = host_engine.store(cache, SLOTS, slab, layer_group=2)
-    for layer in range(L):
-        transfer.wait_layer(layer)
-    assert transfer.done() and transfer.nbytes == 7 * cache.token_bytes
-    assert np.array_equal(slab, slab_by_hand(values()))
-    with pytest.raises(ValueError, match="layer 3 is not part"):
-        transfer.wait_layer(3)
+    for options in ({"by_layer": True}, {"after": []}, {"after": (None, None)}, {"after": [None] * L}):
+        slab[...] = 0
+        transfer = host_engine.store(cache, SLOTS, slab, **options)
+        for layer in range(L):
+            assert transfer.layer_done(layer)
+            transfer.wait_layer(layer)
+            transfer.order_before(layer=layer)
+            transfer.order_before_layer(layer)
+        assert transfer.done() and transfer.layer_done(L - 1) and transfer.nbytes == 7 * cache.token_bytes
+        transfer.wait_layer(0)
+        transfer.order_before_layer(0, stream=0)
+        assert np.array_equal(slab, slab_by_hand(values()))
+    one = host_engine.store(cache, SLOTS, slab, by_layer=True, layers=1)
+    assert one.nbytes == 7 * cache.token_bytes // L and all(one.layer_done(layer) for layer in range(L))
+
+
+def test_layers_that_the_cache_does_not_have(host_engine):
+    cache, _ = cache_of(kv_first, values())
+    slab = np.zeros(cache.slab_shape(8), np.uint16)
+    for transfer in (host_engine.store(cache, SLOTS, slab, by_layer=True), host_engine.store_many(cache, [])):
+        for ask in (transfer.layer_done, transfer.wait_layer, transfer.order_before_layer):
+            for layer, error, text in (
+                (L, ValueError, f"{L}"), (2**40, ValueError, f"{L}"), (-1, ValueError, "0 or more"),
+                (2**64, OverflowError, "layer"), (None, TypeError, "layer"), ("0", TypeError, "layer"), (True, TypeError, "layer"),
+            ):  # fmt: skip
+                with pytest.raises(error, match=text):
+                    ask(layer)
+        with pytest.raises(ValueError, match=f"{L}"):
+            transfer.order_before(0, L)
+
+
+class Recorded:
+    """An event as a library may hand it out."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+class AsInt:
+    def __init__(self, number):
+        self.number = number
+
+    def __int__(self):
+        return self.number
+
+
+class Protocol:
+    def __cuda_event__(self):
+        return (0, 0xBEEF)
+
+
+def test_events_need_streams(host_engine):
+    cache, _ = cache_of(kv_first, values())
+    slab = np.zeros(cache.slab_shape(8), np.uint16)
+    import ctypes
+
+    for event in (
+        0xBEEF, np.int64(0xBEEF), Recorded(cuda_event=0xBEEF), Recorded(ptr=0xBEEF), Recorded(handle=AsInt(0xBEEF)),
+        Recorded(handle=ctypes.c_void_p(0xBEEF)), Recorded(event_id=0xBEEF), Protocol(),
+    ):  # fmt: skip
+        with pytest.raises(m.NotAvailableError, match="events of layers.*host memory"):
+            host_engine.store(cache, SLOTS, slab, after=[None, event])
+        with pytest.raises(m.NotAvailableError):
+            host_engine.load_many(cache, [(SLOTS, slab)], after=iter([event]))
+    assert not slab.any()
+
+
+def test_events_that_are_none(host_engine):
+    cache, _ = cache_of(kv_first, values())
+    slab = np.zeros(cache.slab_shape(8), np.uint16)
+    import ctypes
+    import itertools
+
+    for null in (0, Recorded(cuda_event=0), Recorded(handle=ctypes.c_void_p())):
+        with pytest.raises(ValueError, match=r"after\[1\] is an event without a handle: it was never recorded"):
+            host_engine.store(cache, SLOTS, slab, after=[None, null])
+    for after in (3, object(), Recorded(cuda_event=7)):
+        with pytest.raises(TypeError, match="after is .*; a list is needed"):
+            host_engine.store(cache, SLOTS, slab, after=after)
+    for item in (True, 1.5, "x", object(), Recorded(cuda_event=None), Recorded(ptr=1.5)):
+        with pytest.raises(TypeError, match=r"after\[0\] is"):
+            host_engine.store(cache, SLOTS, slab, after=[item])
+    for item, error in ((-5, ValueError), (2**70, OverflowError)):
+        with pytest.raises(error, match=r"after\[0\] is"):
+            host_engine.store(cache, SLOTS, slab, after=[item])
+    with pytest.raises(ValueError, match=f"more than {L} items; the cache has {L} layers"):
+        host_engine.store(cache, SLOTS, slab, after=itertools.repeat(None))
+    assert not slab.any()
 
 
 def test_batches(host_engine):

@@ -30,6 +30,10 @@ _Slots = _Array | Sequence[int]
 """int64, one axis."""
 _Layers = int | tuple[int, int] | range
 """A layer, ``(first, count)``, or a range."""
+_Stream = int | Any
+"""A raw handle, or a stream object of torch, CuPy, Numba or the CUDA bindings."""
+_Event = int | Any
+"""The same for a recorded event."""
 
 class TransferDirection(IntEnum):
     H2D = 0
@@ -232,7 +236,9 @@ class Transfer:
     def wait(self) -> None: ...
     def wait_layer(self, layer: int) -> None: ...
     def done(self) -> bool: ...
-    def order_before(self, stream: Any, layer: int | None = None) -> None: ...
+    def layer_done(self, layer: int) -> bool: ...
+    def order_before(self, stream: _Stream | None = None, layer: int | None = None) -> None: ...
+    def order_before_layer(self, layer: int, stream: _Stream | None = None) -> None: ...
     @property
     def backend(self) -> str: ...
     @property
@@ -259,11 +265,12 @@ class Engine:
         skip_tokens: int = 0,
         partial: bool = False,
         layers: _Layers | None = None,
-        layer_group: int | None = None,
+        by_layer: bool = False,
+        after: Iterable[_Event | None] | None = None,
         slab_tokens: int | None = None,
         fingerprint: int | None = None,
         raw: bool = False,
-        stream: Any = None,
+        stream: _Stream | None = None,
     ) -> Transfer: ...
     def load(
         self,
@@ -274,11 +281,12 @@ class Engine:
         skip_tokens: int = 0,
         partial: bool = False,
         layers: _Layers | None = None,
-        layer_group: int | None = None,
+        by_layer: bool = False,
+        after: Iterable[_Event | None] | None = None,
         slab_tokens: int | None = None,
         fingerprint: int | None = None,
         raw: bool = False,
-        stream: Any = None,
+        stream: _Stream | None = None,
     ) -> Transfer: ...
     def store_many(
         self,
@@ -287,11 +295,12 @@ class Engine:
         *,
         partial: bool = False,
         layers: _Layers | None = None,
-        layer_group: int | None = None,
+        by_layer: bool = False,
+        after: Iterable[_Event | None] | None = None,
         slab_tokens: int | None = None,
         fingerprint: int | None = None,
         raw: bool = False,
-        stream: Any = None,
+        stream: _Stream | None = None,
     ) -> Transfer: ...
     def load_many(
         self,
@@ -300,11 +309,12 @@ class Engine:
         *,
         partial: bool = False,
         layers: _Layers | None = None,
-        layer_group: int | None = None,
+        by_layer: bool = False,
+        after: Iterable[_Event | None] | None = None,
         slab_tokens: int | None = None,
         fingerprint: int | None = None,
         raw: bool = False,
-        stream: Any = None,
+        stream: _Stream | None = None,
     ) -> Transfer: ...
     def register(self, cache: PagedCache) -> None: ...
     def create_pool(

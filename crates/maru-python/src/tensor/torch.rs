@@ -4,6 +4,7 @@ use maru_transfer::Place;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyFloat, PyInt, PyString};
 
 use super::{Tensor, place_of};
 use crate::args;
@@ -107,25 +108,71 @@ pub(super) fn current_stream(py: Python<'_>, device: u32) -> Result<usize> {
     if let Ok(raw) = raw {
         return Ok(raw.bind(py).call1((device,))?.extract()?);
     }
-    let stream = torch.getattr("cuda")?.call_method1("current_stream", (device,))?;
-    Ok(stream.getattr("cuda_stream")?.extract()?)
+    let cuda = torch.getattr("cuda")?;
+    // Also what a torch without CUDA says.
+    if !cuda.call_method0("is_initialized")?.is_truthy()? {
+        return Ok(0);
+    }
+    Ok(cuda.call_method1("current_stream", (device,))?.getattr("cuda_stream")?.extract()?)
 }
 
-/// A raw handle, or an object of torch, CuPy or the stream protocol.
+/// A raw handle, or an object of torch, CuPy, Numba or the stream protocol.
 pub(super) fn stream_handle(stream: &Bound<'_, PyAny>) -> Result<usize> {
     let py = stream.py();
-    for attribute in [intern!(py, "cuda_stream"), intern!(py, "ptr"), intern!(py, "handle")] {
-        if let Ok(handle) = stream.getattr(attribute)
-            && let Ok(handle) = handle.extract()
+    let names = [intern!(py, "cuda_stream"), intern!(py, "ptr"), intern!(py, "handle")];
+    handle(stream, "stream", &names, intern!(py, "__cuda_stream__"))
+}
+
+/// The same of an event.
+pub(super) fn event_handle(event: &Bound<'_, PyAny>, name: &str) -> Result<usize> {
+    let py = event.py();
+    let names =
+        [intern!(py, "cuda_event"), intern!(py, "ptr"), intern!(py, "handle"), intern!(py, "event_id")];
+    handle(event, name, &names, intern!(py, "__cuda_event__"))
+}
+
+/// An int, what an object has under one of these names, or the second number that its protocol gives.
+fn handle(
+    object: &Bound<'_, PyAny>,
+    name: &str,
+    attributes: &[&Bound<'_, PyString>],
+    protocol: &Bound<'_, PyString>,
+) -> Result<usize> {
+    // Ints first: each attribute that is not there costs a Python exception.
+    if !object.is_instance_of::<PyInt>() {
+        for attribute in attributes {
+            if let Ok(Some(found)) = object.getattr_opt(attribute)
+                && let Some(handle) = address(&found)
+            {
+                return Ok(handle);
+            }
+        }
+        if let Ok(Some(protocol)) = object.getattr_opt(protocol)
+            && let Ok(pair) = protocol.call0()
+            && let Ok((_, handle)) = pair.extract::<(u32, usize)>()
         {
             return Ok(handle);
         }
     }
-    if let Ok(pair) = stream.call_method0(intern!(py, "__cuda_stream__"))
-        && let Ok((_, handle)) = pair.extract::<(u32, usize)>()
-    {
-        return Ok(handle);
+    let handle = args::count(object, name)?;
+    usize::try_from(handle).map_err(|_| Fault::overflow(format!("{name} does not fit an address")).into())
+}
+
+/// A handle as libraries keep it: an int, something `int()` takes (CUDA's own bindings), a ctypes pointer.
+fn address(found: &Bound<'_, PyAny>) -> Option<usize> {
+    let py = found.py();
+    if let Ok(handle) = found.extract() {
+        return Some(handle);
     }
-    let handle = args::count(stream, "stream")?;
-    usize::try_from(handle).map_err(|_| Fault::overflow("stream does not fit an address").into())
+    if found.is_instance_of::<PyString>() || found.is_instance_of::<PyFloat>() {
+        return None;
+    }
+    match found.getattr_opt(intern!(py, "__int__")) {
+        Ok(Some(int)) => int.call0().ok()?.extract().ok(),
+        // ctypes has None for null.
+        _ => match found.getattr_opt(intern!(py, "value")).ok()?? {
+            value if value.is_none() => Some(0),
+            value => value.extract().ok(),
+        },
+    }
 }
