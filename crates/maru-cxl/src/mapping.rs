@@ -140,7 +140,8 @@ fn checked_len(device: &DaxDevice, options: &MapOptions) -> Result<u64, CxlError
     }
     let wanted = if options.len == 0 { size - options.offset } else { options.len };
     let len = round_up(wanted, align).ok_or_else(|| beyond(wanted))?;
-    check_range("mapping of the device", options.offset, len, size)?;
+    // The message has the length that was asked for.
+    check_range("mapping of the device", options.offset, len, size).map_err(|_| beyond(wanted))?;
     Ok(len)
 }
 

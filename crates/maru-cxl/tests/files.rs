@@ -123,7 +123,33 @@ fn impossible_lengths_are_refused() {
     for len in [0, u64::MAX, 1 << 63] {
         assert_eq!(create(&path, len).unwrap_err().kind(), "invalid_argument");
     }
-    assert_eq!(create(&path, 100).unwrap_err().kind(), "bad_device", "less than a page");
+}
+
+#[test]
+fn a_length_that_could_not_be_mapped_whole_is_refused_and_leaves_nothing() {
+    let dir = scratch();
+    let path = dir.path().join("pool");
+    for (len, next) in [(1, 4096), (100, 4096), (4095, 4096), (4097, 8192), (MIB + 1, MIB + 4096)] {
+        let error = create(&path, len).unwrap_err();
+        assert_eq!(error.kind(), "invalid_argument", "{error}");
+        let text = error.to_string();
+        assert!(text.contains(&len.to_string()) && text.contains("4096"), "{text}");
+        assert!(text.contains(&next.to_string()), "{text}");
+        assert!(!path.exists(), "{len}");
+    }
+    // Neither is a file that is there taken away for one that cannot be.
+    fs::write(&path, "old").unwrap();
+    DaxDevice::create_file(&path, 5000, CreateOptions { replace: true }).unwrap_err();
+    assert_eq!(fs::read(&path).unwrap(), b"old");
+}
+
+#[test]
+fn a_window_that_does_not_fit_is_named_as_it_was_asked_for() {
+    let dir = scratch();
+    let device = create(&dir.path().join("pool"), MIB).unwrap();
+    let wanted = MIB + 1;
+    let error = Mapping::map(&device, &MapOptions { len: wanted, ..MapOptions::default() }).unwrap_err();
+    assert!(matches!(error, CxlError::OutOfBounds { len, .. } if len == wanted), "{error}");
 }
 
 #[test]

@@ -7,6 +7,7 @@
 use crate::nest::{Ahead, Nest};
 
 /// Bytes of a cache line: what a streaming store should fill in one go.
+#[cfg(target_arch = "x86_64")]
 pub(crate) const LINE: usize = 64;
 
 /// The kinds of store a processor may offer, weakest first.

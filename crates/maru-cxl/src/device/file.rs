@@ -8,6 +8,7 @@ use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::error::{CxlError, io_error};
+use crate::num::{PAGE, round_down, round_up};
 use crate::pool::lock;
 
 /// Options of [`DaxDevice::create_file`](crate::DaxDevice::create_file).
@@ -19,13 +20,7 @@ pub struct CreateOptions {
 
 /// Creates the file, mode 0600, with its space reserved; a file that could not be finished is removed again.
 pub(super) fn create(path: &Path, len: u64, options: CreateOptions) -> Result<File, CxlError> {
-    if len == 0 || i64::try_from(len).is_err() {
-        return Err(CxlError::InvalidArgument {
-            what: "file length",
-            found: len,
-            allowed: "1 to 2^63-1 bytes are allowed".to_owned(),
-        });
-    }
+    check_len(path, len)?;
     if options.replace {
         remove_old(path)?;
     }
@@ -44,6 +39,23 @@ pub(super) fn create(path: &Path, len: u64, options: CreateOptions) -> Result<Fi
         return Err(error);
     }
     Ok(file)
+}
+
+/// Refuses a length of which not every byte could be mapped, before anything is made or replaced.
+fn check_len(path: &Path, len: u64) -> Result<(), CxlError> {
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // Where the folder cannot be looked at, making a file in it says why.
+    let align = rustix::fs::statfs(dir).map_or(PAGE, |stat| super::unit(&stat));
+    let max = round_down(i64::MAX.unsigned_abs(), align);
+    if len.is_multiple_of(align) && (1..=max).contains(&len) {
+        return Ok(());
+    }
+    let next = round_up(len.clamp(1, max), align).unwrap_or(max);
+    Err(CxlError::InvalidArgument {
+        what: "file length",
+        found: len,
+        allowed: format!("multiples of {align} bytes up to {max} are allowed, {next} for instance"),
+    })
 }
 
 /// Removes a previous regular file. Symbolic links and everything else stay.

@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{Mode as FileMode, OFlags};
+use rustix::fs::{Mode as FileMode, OFlags, StatFs};
 use rustix::io::Errno;
 
 pub use self::file::CreateOptions;
@@ -100,16 +100,23 @@ impl DaxDevice {
         }
     }
 
-    /// Creates a regular file of `len` bytes with mode 0600 and all of its space reserved, following no
-    /// symbolic link, and opens it. If that fails half-way the file is removed again.
+    /// Creates a regular file of `len` bytes, a multiple of 4096 (on hugetlbfs of its pages), with mode 0600 and all
+    /// of its space reserved, following no symbolic link, and opens it. If that fails half-way the file is removed
+    /// again.
     ///
     /// # Errors
-    /// [`CxlError::FileExists`] unless told to replace, [`CxlError::NoSpace`] with wanted and free bytes,
+    /// [`CxlError::InvalidArgument`] for a length of which a part could not be mapped, before anything is made or
+    /// replaced; [`CxlError::FileExists`] unless told to replace, [`CxlError::NoSpace`] with wanted and free bytes,
     /// [`CxlError::PoolLocked`] when the file to be replaced has a live writer, and the errors of opening.
     pub fn create_file(path: impl AsRef<Path>, len: u64, options: CreateOptions) -> Result<Self, CxlError> {
         let path = path.as_ref();
         let file = file::create(path, len, options)?;
-        Self::from_file(path, file, true)
+        let ours = file.try_clone().map_err(|error| io_error("dup", path, error))?;
+        Self::from_file(path, file, true).inspect_err(|_| {
+            if let Err(errno) = file::remove_same(path, &ours) {
+                tracing::warn!(path = %path.display(), error = %errno, "could not remove the new pool file");
+            }
+        })
     }
 
     /// Every dax device the kernel knows, with what it says of each and what is wrong with it.
@@ -341,7 +348,11 @@ fn describe_type(metadata: &Metadata) -> &'static str {
 
 /// Files map in pages; those of hugetlbfs in its huge pages, whose size it gives as its block size.
 fn file_align(file: &File) -> u64 {
-    let Ok(stat) = rustix::fs::fstatfs(file) else { return PAGE };
+    rustix::fs::fstatfs(file).map_or(PAGE, |stat| unit(&stat))
+}
+
+/// Unit of mapping of a file system's files.
+fn unit(stat: &StatFs) -> u64 {
     match u64::try_from(stat.f_bsize) {
         Ok(size) if stat.f_type == HUGETLBFS && size.is_power_of_two() && size > PAGE => size,
         _ => PAGE,
