@@ -426,6 +426,25 @@ fn a_gpu_is_measured_once_and_its_calibration_shown() {
 }
 
 #[test]
+fn several_processes_may_measure_at_once() {
+    let Some(machine) = with_gpu(&[]) else { return };
+    let reports: Vec<Value> = std::thread::scope(|scope| {
+        let one = || machine.report(&[], &[("MARU_SIM_CUDA", KNOWN)]);
+        let all: Vec<_> = (0..3).map(|_| scope.spawn(one)).collect();
+        all.into_iter().map(|thread| thread.join().expect("a report")).collect()
+    });
+    for report in &reports {
+        let found = calibration(report);
+        // Too slow together, perhaps; never anything else.
+        let slow = found["reason"].as_str().is_some_and(|r| r.contains("longer than it may"));
+        assert!(slow || ["measured", "cached"].contains(&found["state"].as_str().unwrap_or("?")), "{found}");
+    }
+    let kept = fs::read_dir(machine.path("cache/maru")).map_or(0, |files| files.count());
+    let measured = reports.iter().filter(|r| calibration(r)["state"] == "measured").count();
+    assert_eq!(kept, measured.min(1), "one file, and nothing unfinished");
+}
+
+#[test]
 fn a_configuration_may_leave_nothing_to_measure() {
     let Some(machine) = with_gpu(&[]) else { return };
     for (text, state, reason) in [

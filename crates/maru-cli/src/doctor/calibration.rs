@@ -42,8 +42,29 @@ pub(crate) struct Rule {
     pub(crate) staged_from_bytes: Option<u64>,
     /// First and last size of batches that driver copies move, where layers are evenly spaced.
     pub(crate) copy_engine_bytes: Option<[u64; 2]>,
-    /// Medians in microseconds.
-    pub(crate) samples: Vec<Sample>,
+    pub(crate) samples: Vec<Medians>,
+}
+
+/// Medians of one batch size in microseconds; null where it was not measured.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Medians {
+    pub(crate) bytes: u64,
+    pub(crate) flat_us: f64,
+    pub(crate) direct_us: f64,
+    pub(crate) staged_us: Option<f64>,
+    pub(crate) copy_engine_us: Option<f64>,
+}
+
+impl From<&Sample> for Medians {
+    fn from(sample: &Sample) -> Self {
+        Medians {
+            bytes: sample.bytes,
+            flat_us: sample.flat_us,
+            direct_us: sample.direct_us,
+            staged_us: sample.staged_us,
+            copy_engine_us: sample.copy_engine_us,
+        }
+    }
 }
 
 /// With `probe` each GPU is opened and, unless that was done before, measured, as an engine would. Else only files
@@ -150,7 +171,7 @@ fn describe(
                 run_bytes,
                 staged_from_bytes: (from != u64::MAX).then_some(from),
                 copy_engine_bytes: row.and_then(Row::copy_engine).map(|(first, last)| [first, last]),
-                samples: row.map_or_else(Vec::new, |row| row.samples.clone()),
+                samples: row.map_or_else(Vec::new, |row| row.samples.iter().map(Medians::from).collect()),
             });
         }
     }
