@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::CudaContext;
-use cudarc::driver::sys::{self, CUevent, CUstream};
+use cudarc::driver::sys::{self, CUstream};
 use maru_driver::{Context, check, stream as streams};
-use maru_layout::{CopyJob, CopyPlan, JobSlots};
+use maru_layout::{CopyJob, CopyPlan};
 
-use crate::abi::{Entry, INLINE_SLOTS, PagedCopyArgs, PagedCopyInlineArgs};
-use crate::geometry::{Addresses, Launch, Launches, Limits, SlotSource};
-use crate::launched::{Mark, State};
+use crate::abi::{Entry, PagedCopyArgs, PagedCopyInlineArgs};
+use crate::geometry::Launch;
 use crate::module::Module;
-use crate::ring::{self, SlotRing};
+use crate::ring::SlotRing;
+use crate::session::Session;
 use crate::tickets::{Ticket, Tickets};
 use crate::{Image, KernelError, Launched, PlaneTable};
 
@@ -54,9 +54,9 @@ pub(crate) struct Inner {
     pub(crate) tickets: Tickets,
     pub(crate) ring: SlotRing,
     /// Error record of captured launches; it is never given back.
-    captured: Ticket,
+    pub(crate) captured: Ticket,
     /// Slots of the cache of the last captured launch, for the message.
-    captured_slots: AtomicU64,
+    pub(crate) captured_slots: AtomicU64,
     pub(crate) context: Context,
 }
 
@@ -144,61 +144,14 @@ impl PagedCopyKernel {
         options: LaunchOptions,
     ) -> Result<Launched, KernelError> {
         let _current = self.inner.context.enter()?;
-        // SAFETY: the stream is the caller's promise.
-        let capturing = unsafe { streams::is_capturing(stream) }?;
-        // SAFETY: as for this function.
-        let state = unsafe { self.put(job, planes, stream, options, capturing) }?;
-        Ok(Launched::new(&self.inner, planes, state, job.plan().geometry().num_slots))
-    }
-
-    /// [`PagedCopyKernel::launch`] with the context current.
-    ///
-    /// # Safety
-    /// As there; `capturing` says whether the stream is being captured.
-    pub(crate) unsafe fn put(
-        &self,
-        job: &CopyJob,
-        planes: &PlaneTable,
-        stream: CUstream,
-        options: LaunchOptions,
-        capturing: bool,
-    ) -> Result<State, KernelError> {
-        let kernel = &self.inner;
-        if !planes.is_of(job.plan().bases()) {
-            return Err(KernelError::WrongPlanes);
-        }
-        let num_slots = job.plan().geometry().num_slots;
-        let (source, reports) = match job.slots() {
-            JobSlots::Device { addr, .. } => (SlotSource::Device { addr: *addr }, true),
-            // A graph must not use the ring: its buffers are used again before a replay.
-            JobSlots::Host { slots, .. } => match slots.len() as u64 - job.skip() > INLINE_SLOTS as u64 {
-                true if !capturing => (SlotSource::Uploaded { capacity: ring::CAPACITY }, false),
-                _ => (SlotSource::Inline, false),
-            },
-            _ => (SlotSource::Inline, false),
-        };
-        // Looks at the job before a ticket is taken.
-        let addresses = Addresses { planes: planes.addr(), error: 0 };
-        let mut launches = Launches::new(job, source, addresses, Limits::blocks(options.sm_budget))?;
-        if launches.is_empty() {
-            return Ok(State::Empty);
-        }
-        let ticket = if capturing { kernel.captured } else { kernel.tickets.take()? };
-        if reports {
-            launches.report_to(ticket.payload.device);
-            match capturing {
-                true => kernel.captured_slots.store(num_slots, Ordering::Relaxed),
-                false => ticket.payload.clear(),
-            }
-        }
         // SAFETY: the caller's promises, passed on.
-        let queued = unsafe { kernel.queue(job, launches, stream) };
-        if capturing {
-            return queued.map(|()| State::Captured);
-        }
-        // SAFETY: the stream is the caller's promise.
-        let mark = unsafe { self.queued(queued, ticket, stream) }?;
-        Ok(State::Queued { mark, reports })
+        let mut session = unsafe { Session::new(self, planes, stream, options) }?;
+        // SAFETY: as above.
+        let state = unsafe { session.put(job) }?;
+        let launched = Launched::new(&self.inner, planes, state, job.plan().geometry().num_slots);
+        // If that fails, the caller must know that nothing is in flight.
+        session.finish().inspect_err(|_| drop(launched.wait()))?;
+        Ok(launched)
     }
 
     /// Whether a stream is being captured into a graph.
@@ -212,19 +165,6 @@ impl PagedCopyKernel {
         let _current = self.inner.context.enter()?;
         // SAFETY: the caller's promise.
         Ok(unsafe { streams::is_capturing(stream) }?)
-    }
-
-    /// Makes everything queued on a stream from now on wait for an event, as it was last recorded.
-    ///
-    /// # Errors
-    /// [`KernelError::Driver`].
-    ///
-    /// # Safety
-    /// Both are live and of this kernel's context.
-    pub unsafe fn wait_for(&self, event: CUevent, stream: CUstream) -> Result<(), KernelError> {
-        let _current = self.inner.context.enter()?;
-        // SAFETY: the caller's promise.
-        Ok(unsafe { streams::wait_for(event, stream) }?)
     }
 
     /// The first bad slot that a replay of a captured launch met since the last call, if any. To be asked
@@ -246,90 +186,17 @@ impl PagedCopyKernel {
     }
 }
 
-impl PagedCopyKernel {
-    /// Marks the end of what was queued on a stream. If something failed, waits for what is there, so that its
-    /// memory may be reused once the error is returned.
-    ///
-    /// # Safety
-    /// A live stream; the context is current.
-    pub(crate) unsafe fn queued(
-        &self,
-        outcome: Result<(), KernelError>,
-        ticket: Ticket,
-        stream: CUstream,
-    ) -> Result<Arc<Mark>, KernelError> {
-        // SAFETY: the pool is alive; the stream is the caller's promise.
-        let marked = outcome.and_then(|()| Ok(unsafe { ticket.record(stream) }?));
-        let Err(error) = marked else { return Ok(Mark::new(&self.inner, ticket)) };
-        // SAFETY: the stream is the caller's promise.
-        if unsafe { streams::synchronize(stream) }.is_ok() {
-            self.inner.tickets.give_back(ticket, true);
-        }
-        Err(error)
-    }
-}
-
 impl Inner {
-    /// Queues every launch of a job.
-    ///
-    /// # Safety
-    /// As [`PagedCopyKernel::launch`]; the context is current.
-    unsafe fn queue(&self, job: &CopyJob, launches: Launches, stream: CUstream) -> Result<(), KernelError> {
-        let host: &[i64] = match job.slots() {
-            JobSlots::Host { slots, .. } => slots,
-            _ => &[],
-        };
-        let uploads = launches.source_is_uploaded();
-        for mut launch in launches {
-            let slots = launch.slots(host);
-            if uploads {
-                let entry = launch;
-                let start = |addr| {
-                    launch.args.slots = addr;
-                    // SAFETY: the arguments come from a checked job and a filled buffer.
-                    unsafe { self.start(&launch, &launch.args, stream) }
-                };
-                // SAFETY: the stream is the caller's promise.
-                let uploaded = unsafe { self.ring.with_slots(std::iter::once(slots), stream, start) }?;
-                if !uploaded {
-                    // SAFETY: as for this function.
-                    unsafe { self.queue_inline(&entry, slots, stream) }?;
-                }
-            } else if host.is_empty() {
-                // SAFETY: the arguments come from a checked job; its memory is the caller's promise.
-                unsafe { self.start(&launch, &launch.args, stream) }?;
-            } else {
-                // SAFETY: as for this function.
-                unsafe { self.queue_inline(&launch, slots, stream) }?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Queues one launch with its slots by value, cut where they are too many.
-    ///
-    /// # Safety
-    /// As [`PagedCopyKernel::launch`]; the context is current.
-    unsafe fn queue_inline(
-        &self,
-        launch: &Launch,
-        slots: &[i64],
-        stream: CUstream,
-    ) -> Result<(), KernelError> {
-        for (piece, slots) in launch.inline_pieces(slots) {
-            let mut args = PagedCopyInlineArgs { copy: piece.args, slots: [0; INLINE_SLOTS] };
-            args.slots[..slots.len()].copy_from_slice(slots);
-            // SAFETY: the arguments come from a checked job; its memory is the caller's promise.
-            unsafe { self.start(&piece, &args, stream) }?;
-        }
-        Ok(())
-    }
-
     /// One kernel launch.
     ///
     /// # Safety
     /// `args` is what the entry takes, and every address it can form is the device's to touch.
-    unsafe fn start<T>(&self, launch: &Launch, args: &T, stream: CUstream) -> Result<(), KernelError> {
+    pub(crate) unsafe fn start<T>(
+        &self,
+        launch: &Launch,
+        args: &T,
+        stream: CUstream,
+    ) -> Result<(), KernelError> {
         let shape = (launch.entry, launch.blocks, launch.threads);
         // SAFETY: the caller's promise.
         unsafe { self.start_entry(shape, args, stream) }

@@ -31,9 +31,11 @@ mod launched;
 mod module;
 mod planes;
 mod ring;
+mod session;
 mod staged;
 mod tickets;
 
+pub use batch::LaunchStep;
 /// Handles of the driver, as the unsafe functions here take them.
 pub use cudarc::driver::sys::{CUevent, CUstream};
 pub use device::{availability, device_count, open_context};
@@ -42,4 +44,4 @@ pub use image::Image;
 pub use kernel::{LaunchOptions, PagedCopyKernel};
 pub use launched::Launched;
 pub use planes::PlaneTable;
-pub use staged::{StagedLaunch, StagedMover, StagedOptions, StagedStep};
+pub use staged::{StagedLaunch, StagedMover, StagedOptions};

@@ -1,9 +1,10 @@
-//! Slot lists too long for the kernel arguments: pinned staging and device buffers, used again once their
-//! launch is over.
+//! Slot lists too long for the kernel arguments: pinned staging and device buffers, used again once the launches
+//! that read them are over.
 
+use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use cudarc::driver::sys;
+use cudarc::driver::sys::{self, CUstream};
 use maru_driver::{Context, DeviceBuffer, PinnedBuffer, Ticket, Tickets, check};
 
 use crate::KernelError;
@@ -14,13 +15,15 @@ const ENTRIES: usize = 8;
 /// Slots of a buffer (128 KiB).
 pub(crate) const CAPACITY: u32 = 16 * 1024;
 
+const ENTRY_BYTES: usize = CAPACITY as usize * size_of::<i64>();
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Use {
     Free,
     /// Until the event completes.
     InFlight,
-    /// A driver call failed while it was in use; nobody knows when it is free.
-    Lost,
+    /// Being filled; or a driver call failed while it was in use, and nobody knows when it is free.
+    Taken,
 }
 
 #[derive(Debug)]
@@ -43,7 +46,7 @@ pub(crate) struct SlotRing {
 impl SlotRing {
     /// The context is current.
     pub(crate) fn new(context: &Context) -> Result<Self, KernelError> {
-        let bytes = ENTRIES * CAPACITY as usize * size_of::<i64>();
+        let bytes = ENTRIES * ENTRY_BYTES;
         let pinned = PinnedBuffer::new(context.get(), bytes)?;
         let device = DeviceBuffer::new(context.get(), bytes)?;
         let events = Tickets::new(context.get(), ENTRIES);
@@ -52,18 +55,8 @@ impl SlotRing {
         Ok(SlotRing { pinned, device, state: Mutex::new(State { next: 0, entries }), _events: events })
     }
 
-    /// Uploads lists (at most [`CAPACITY`] slots in all, one after the other) on `stream` and calls `launch` with
-    /// their device address. False if every buffer is still in use: the caller then passes the slots by value,
-    /// rather than wait.
-    ///
-    /// # Safety
-    /// `stream` is a live stream of the current context.
-    pub(crate) unsafe fn with_slots<'a>(
-        &self,
-        lists: impl Iterator<Item = &'a [i64]> + Clone,
-        stream: sys::CUstream,
-        launch: impl FnOnce(u64) -> Result<(), KernelError>,
-    ) -> Result<bool, KernelError> {
+    /// The oldest entry, if nobody uses it any more. The context is current.
+    fn take(&self) -> Result<Option<usize>, KernelError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let index = state.next % ENTRIES;
         let (event, used) = state.entries[index];
@@ -71,40 +64,132 @@ impl SlotRing {
             Use::Free => true,
             // SAFETY: the ring owns the event; the context is current.
             Use::InFlight => unsafe { event.is_complete() }?,
-            Use::Lost => false,
+            Use::Taken => false,
         };
-        if used == Use::Lost {
+        if free || used == Use::Taken {
             state.next = (index + 1) % ENTRIES;
         }
-        let bytes = lists.clone().map(size_of_val).sum();
-        if !free || bytes > CAPACITY as usize * size_of::<i64>() {
-            return Ok(false);
+        if !free {
+            return Ok(None);
         }
-        state.next = (index + 1) % ENTRIES;
-        state.entries[index].1 = Use::Lost;
-        let at = index * CAPACITY as usize * size_of::<i64>();
-        // SAFETY: the buffer has ENTRIES such pieces.
-        let staging = unsafe { self.pinned.host().add(at) };
-        let addr = self.device.addr() + at as u64;
-        let mut filled = 0;
-        for list in lists {
-            // SAFETY: a piece holds CAPACITY slots, and the lists are no more.
-            let to = unsafe { staging.add(filled) };
-            // SAFETY: as above; no copy reads this piece, its event is complete.
-            unsafe { to.copy_from_nonoverlapping(list.as_ptr().cast(), size_of_val(list)) };
-            filled += size_of_val(list);
-        }
-        // SAFETY: source and destination have that length and live as long as the ring, which outlives the
-        // launches (they keep the kernel alive); the stream is the caller's promise.
-        let copied = unsafe { sys::cuMemcpyHtoDAsync_v2(addr, staging.cast(), bytes, stream) };
-        let copied = check("cuMemcpyHtoDAsync", copied).map_err(KernelError::from);
-        let launched = copied.and_then(|()| launch(addr));
-        // Also after a failure: the copy may be on its way.
-        // SAFETY: the ring owns the event; the stream is the caller's promise.
-        let recorded = unsafe { event.record(stream) };
-        if recorded.is_ok() {
-            state.entries[index].1 = Use::InFlight;
-        }
-        launched.and(recorded.map_err(KernelError::from)).map(|()| true)
+        state.entries[index].1 = Use::Taken;
+        Ok(Some(index))
     }
+
+    /// What was queued on `stream` is the last to read an entry.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the current context.
+    unsafe fn give_back(&self, index: usize, stream: CUstream) -> Result<(), KernelError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (event, used) = &mut state.entries[index];
+        // SAFETY: the ring owns the event; the stream is the caller's promise.
+        unsafe { event.record(stream) }?;
+        *used = Use::InFlight;
+        Ok(())
+    }
+}
+
+/// The lists that the launches of one call on one stream read: each is uploaded once, however many launches
+/// read it.
+#[derive(Debug)]
+pub(crate) struct SlotLists<'a> {
+    ring: &'a SlotRing,
+    stream: CUstream,
+    entries: Vec<usize>,
+    /// Bytes of the last entry that are taken.
+    filled: usize,
+    /// Device addresses by host address and length: the jobs of the call hold the lists.
+    known: HashMap<(usize, usize), u64>,
+}
+
+impl<'a> SlotLists<'a> {
+    /// No lists yet.
+    ///
+    /// # Safety
+    /// `stream` is a live stream, of the context that is current whenever this value is used or dropped; lists
+    /// that it is given stay as they are meanwhile.
+    pub(crate) unsafe fn new(ring: &'a SlotRing, stream: CUstream) -> Self {
+        SlotLists { ring, stream, entries: Vec::new(), filled: 0, known: HashMap::new() }
+    }
+
+    /// Device address of a list that was uploaded.
+    pub(crate) fn addr(&self, list: &[i64]) -> Option<u64> {
+        self.known.get(&key(list)).copied()
+    }
+
+    /// Uploads the lists that are not there yet. False if one of them finds no room, because every buffer is in use
+    /// or it is longer than [`CAPACITY`]: the caller then passes the slots by value, rather than wait.
+    pub(crate) fn upload<'l>(&mut self, lists: impl Iterator<Item = &'l [i64]>) -> Result<bool, KernelError> {
+        // Of the last entry, what is still to be copied.
+        let mut from = self.filled;
+        let mut all = true;
+        for list in lists {
+            if self.known.contains_key(&key(list)) {
+                continue;
+            }
+            let bytes = size_of_val(list);
+            if bytes > ENTRY_BYTES {
+                all = false;
+                break;
+            }
+            if self.entries.is_empty() || self.filled + bytes > ENTRY_BYTES {
+                self.copy(from)?;
+                let Some(index) = self.ring.take()? else {
+                    from = self.filled;
+                    all = false;
+                    break;
+                };
+                self.entries.push(index);
+                (from, self.filled) = (0, 0);
+            }
+            let Some(&index) = self.entries.last() else { break };
+            let at = index * ENTRY_BYTES + self.filled;
+            // SAFETY: entry and filling are inside the buffer.
+            let to = unsafe { self.ring.pinned.host().add(at) };
+            // SAFETY: `bytes` more fit the entry, which is ours; no copy reads this part of it yet.
+            unsafe { to.copy_from_nonoverlapping(list.as_ptr().cast(), bytes) };
+            self.known.insert(key(list), self.ring.device.addr() + at as u64);
+            self.filled += bytes;
+        }
+        self.copy(from)?;
+        Ok(all)
+    }
+
+    /// Copies the last entry from a byte on to the device.
+    fn copy(&self, from: usize) -> Result<(), KernelError> {
+        let Some(&index) = self.entries.last().filter(|_| from < self.filled) else { return Ok(()) };
+        let at = index * ENTRY_BYTES + from;
+        // SAFETY: the part is inside the buffer.
+        let staging = unsafe { self.ring.pinned.host().add(at) };
+        let addr = self.ring.device.addr() + at as u64;
+        // SAFETY: both have that length and live as long as the ring, which outlives the launches (they keep the
+        // kernel alive); the stream is the promise made to `new`.
+        let copied =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(addr, staging.cast(), self.filled - from, self.stream) };
+        Ok(check("cuMemcpyHtoDAsync", copied)?)
+    }
+
+    /// No launch reads them any more but those queued by now.
+    pub(crate) fn finish(mut self) -> Result<(), KernelError> {
+        self.give_back()
+    }
+
+    fn give_back(&mut self) -> Result<(), KernelError> {
+        // SAFETY: the stream is the promise made to `new`.
+        self.entries.drain(..).try_for_each(|index| unsafe { self.ring.give_back(index, self.stream) })
+    }
+}
+
+impl Drop for SlotLists<'_> {
+    fn drop(&mut self) {
+        // Also after a failure: copies and launches may be on their way.
+        if let Err(error) = self.give_back() {
+            tracing::debug!(%error, "buffers of slot lists are lost");
+        }
+    }
+}
+
+fn key(list: &[i64]) -> (usize, usize) {
+    (list.as_ptr().addr(), list.len())
 }

@@ -97,8 +97,11 @@ pub unsafe fn run_batch(jobs: &[CopyJob], options: Options, ran: &mut Ran) -> us
     let planes = first.plan().bases().as_ptr() as u64;
     let capacity = options.upload.unwrap_or(16 * 1024);
     let Some(mut batch) = BatchLaunch::new(jobs, planes, options.limits, capacity) else { return 0 };
-    let slots: Vec<i64> = jobs[..batch.jobs].iter().flat_map(|job| batch.slots(job)).copied().collect();
-    batch.set_slots(slots.as_ptr() as u64);
+    // Copies, as on a device, so that a read beyond a list is one beyond an allocation.
+    let lists: Vec<Vec<i64>> = jobs[..batch.jobs].iter().map(|job| batch.slots(job).to_vec()).collect();
+    for (i, list) in lists.iter().enumerate() {
+        batch.set_slots(i, list.as_ptr() as u64);
+    }
     let shape = (batch.entry.index(), batch.blocks, batch.threads);
     // SAFETY: the caller's promise; the entry takes these arguments.
     unsafe { start_entry(shape, &batch.args, options.descending, ran) };

@@ -63,7 +63,7 @@ pub enum JobSlots {
         /// One per token, the skipped prefix included.
         slots: Arc<[i64]>,
         /// The tokens that are moved, in token order, as runs.
-        runs: Vec<Run>,
+        runs: Arc<[Run]>,
     },
     /// In device memory: the mover checks each against −1 and `0..num_slots` and touches nothing for others.
     Device {
@@ -129,7 +129,7 @@ impl CopyJob {
                     check_duplicates(&runs, g.num_slots)?;
                 }
                 let moved = runs.iter().map(|r| r.len).sum();
-                (JobSlots::Host { slots, runs }, Some(moved))
+                (JobSlots::Host { slots, runs: runs.into() }, Some(moved))
             }
         };
         Ok(CopyJob {

@@ -218,7 +218,7 @@ fn pieces(job: &CopyJob) -> Vec<(u64, u64, u64)> {
     for kv in 0..g.kv_planes {
         for l in 0..u64::from(job.layer_count()) {
             let (base, slab) = (job.base(kv, l), slab + kv * g.slab_kv_stride + l * g.slab_layer_stride);
-            for run in runs {
+            for run in runs.iter() {
                 let mut done = 0;
                 while done < run.len {
                     let (s, t) = (run.slot + done, run.token + done);
@@ -359,7 +359,7 @@ proptest! {
         let job = CopyJob::new(plan.clone(), request(&plan, &wanted, Direction::Gather)).unwrap();
         let JobSlots::Host { runs, slots } = job.slots() else { panic!("host slots") };
         let mut rebuilt = vec![-1i64; slots.len()];
-        for run in runs {
+        for run in runs.iter() {
             for i in 0..run.len {
                 rebuilt[(run.token + i) as usize] = (run.slot + i) as i64;
             }

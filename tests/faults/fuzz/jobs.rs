@@ -159,7 +159,7 @@ pub(crate) fn check(input: Job) -> TestCaseResult {
     }
     if let JobSlots::Host { slots, runs } = job.slots() {
         let mut named = Vec::new();
-        for run in runs {
+        for run in runs.iter() {
             prop_assert!(run.token >= job.skip() && run.token + run.len <= job.tokens());
             prop_assert!(run.len > 0 && run.slot + run.len <= g.num_slots);
             for i in 0..run.len {

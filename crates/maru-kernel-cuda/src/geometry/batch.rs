@@ -75,10 +75,10 @@ impl BatchLaunch {
         })
     }
 
-    /// Says where the slots of all jobs are, one list after the other.
-    pub fn set_slots(&mut self, addr: u64) {
-        for (i, slab) in (0u64..).zip(&mut self.args.slabs[..self.jobs]) {
-            slab.slots = addr + 8 * i * u64::from(self.tokens);
+    /// Says where the slots of a job are.
+    pub fn set_slots(&mut self, job: usize, addr: u64) {
+        if let Some(slab) = self.args.slabs[..self.jobs].get_mut(job) {
+            slab.slots = addr;
         }
     }
 
@@ -95,7 +95,7 @@ fn overlap(jobs: &[CopyJob]) -> bool {
         Some(Direction::Scatter) => jobs
             .iter()
             .filter_map(|job| match job.slots() {
-                JobSlots::Host { runs, .. } => Some(runs),
+                JobSlots::Host { runs, .. } => Some(runs.iter()),
                 _ => None,
             })
             .flatten()

@@ -1,17 +1,10 @@
 //! What passes through one buffer of the ring, and the copy between slab and buffer.
 
-use std::ffi::c_void;
-
-use cudarc::driver::sys::{self, CUmemorytype, CUstream};
-use maru_driver::check;
+use cudarc::driver::sys::CUstream;
 use maru_layout::{CopyJob, Direction, Piece, Pieces};
 
-use super::StagedStep;
-use crate::KernelError;
-
-/// Most bytes from row to row that the driver's two-dimensional copies take, on every device so far
-/// (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`).
-const MAX_PITCH: u64 = i32::MAX as u64;
+use super::spans::Spans;
+use crate::{KernelError, LaunchStep};
 
 /// Pieces that share a buffer: small slabs of one direction travel together, so that neither the copy engine nor
 /// the kernel waits between them.
@@ -24,7 +17,7 @@ pub(super) struct Group<'a> {
 }
 
 /// Cuts steps into groups for buffers of `room` bytes.
-pub(super) fn groups<'a>(steps: &[StagedStep<'a>], room: u64) -> Vec<Group<'a>> {
+pub(super) fn groups<'a>(steps: &[LaunchStep<'a, Pieces>], room: u64) -> Vec<Group<'a>> {
     let mut groups: Vec<Group<'a>> = Vec::with_capacity(1);
     for (index, step) in steps.iter().enumerate() {
         for pieces in step.jobs {
@@ -53,6 +46,11 @@ impl<'a> Group<'a> {
         self.step == step && self.direction == direction && self.end() + piece.room() <= room
     }
 
+    /// Whether both are of one step and direction.
+    pub(super) fn goes_with(&self, other: &Group<'_>) -> bool {
+        self.step == other.step && self.direction == other.direction
+    }
+
     fn add(&mut self, pieces: &'a Pieces, piece: &'a Piece) {
         self.members.push((pieces, piece, self.end()));
     }
@@ -71,19 +69,13 @@ impl<'a> Group<'a> {
         let mut pending: Option<Spans> = None;
         for (pieces, piece, at) in &self.members {
             let slab = pieces.job().slab().host.ok_or(KernelError::SlabNotAddressable)?;
-            for spans in spans(piece, slab.wrapping_add_signed(piece.offset), buffer + at) {
-                // Slabs that lie side by side are one copy: between two the engine rests.
-                pending = match pending {
-                    Some(last) => match last.joined(&spans) {
-                        Some(both) => Some(both),
-                        None => {
-                            // SAFETY: the caller's promise.
-                            unsafe { last.copy(into, stream) }?;
-                            Some(spans)
-                        }
-                    },
-                    None => Some(spans),
-                };
+            for next in spans_of(piece, slab.wrapping_add_signed(piece.offset), buffer + at) {
+                let joined = pending.and_then(|last| last.joined(&next));
+                if let (None, Some(last)) = (joined, pending) {
+                    // SAFETY: the caller's promise.
+                    unsafe { last.copy(into, stream) }?;
+                }
+                pending = joined.or(Some(next));
             }
         }
         // SAFETY: the caller's promise.
@@ -92,121 +84,25 @@ impl<'a> Group<'a> {
 }
 
 /// The copies of a piece: one, unless prefixes are left out in several runs.
-fn spans(piece: &Piece, host: u64, buffer: u64) -> impl Iterator<Item = Spans> {
-    let (host_pitch, device_pitch) = (piece.run_stride, piece.height * piece.pitch);
+fn spans_of(piece: &Piece, host: u64, buffer: u64) -> impl Iterator<Item = Spans> {
+    let (host_step, device_step) = (piece.run_stride, piece.height * piece.pitch);
     let whole = piece.has_whole_runs();
     let spans = match whole {
         true => Spans {
-            host,
-            device: buffer + piece.lead,
             width: piece.width * piece.height,
-            height: piece.runs,
-            host_pitch,
-            device_pitch,
+            rows: piece.runs,
+            host_pitch: host_step,
+            device_pitch: device_step,
+            ..Spans::at(host, buffer + piece.lead)
         },
         false => Spans {
-            host,
-            device: buffer + piece.lead,
             width: piece.width,
-            height: piece.height,
+            rows: piece.height,
             host_pitch: piece.pitch,
             device_pitch: piece.pitch,
+            ..Spans::at(host, buffer + piece.lead)
         },
     };
     let copies = if whole { 1 } else { piece.runs };
-    (0..copies).map(move |run| Spans {
-        host: spans.host + run * host_pitch,
-        device: spans.device + run * device_pitch,
-        ..spans
-    })
-}
-
-/// `height` spans of `width` bytes on both sides.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Spans {
-    host: u64,
-    device: u64,
-    width: u64,
-    height: u64,
-    host_pitch: u64,
-    device_pitch: u64,
-}
-
-impl Spans {
-    /// Both as one plain copy, where the other begins where this ends on both sides.
-    fn joined(&self, next: &Spans) -> Option<Spans> {
-        let plain = self.height == 1 && next.height == 1;
-        let adjacent = self.host + self.width == next.host && self.device + self.width == next.device;
-        (plain && adjacent).then(|| Spans { width: self.width + next.width, ..*self })
-    }
-
-    /// # Safety
-    /// All spans are memory that stays: page-locked on the host, the device's on the other side.
-    unsafe fn copy(&self, into: bool, stream: CUstream) -> Result<(), KernelError> {
-        if self.height > 1 && self.host_pitch.max(self.device_pitch) > MAX_PITCH {
-            return (0..self.height).try_for_each(|row| {
-                let (host, device) =
-                    (self.host + row * self.host_pitch, self.device + row * self.device_pitch);
-                // SAFETY: as for this function.
-                unsafe { Spans { host, device, height: 1, ..*self }.copy(into, stream) }
-            });
-        }
-        let narrow = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(narrow(self.host));
-        let width = narrow(self.width);
-        if self.height == 1 {
-            return match into {
-                // SAFETY: `width` bytes at either place, by the caller's promise.
-                true => Ok(check("cuMemcpyHtoDAsync", unsafe {
-                    sys::cuMemcpyHtoDAsync_v2(self.device, pointer, width, stream)
-                })?),
-                // SAFETY: as above.
-                false => Ok(check("cuMemcpyDtoHAsync", unsafe {
-                    sys::cuMemcpyDtoHAsync_v2(pointer, self.device, width, stream)
-                })?),
-            };
-        }
-        let (host, device) = (CUmemorytype::CU_MEMORYTYPE_HOST, CUmemorytype::CU_MEMORYTYPE_DEVICE);
-        let (host_pitch, device_pitch) = (narrow(self.host_pitch), narrow(self.device_pitch));
-        let spans = sys::CUDA_MEMCPY2D {
-            srcXInBytes: 0,
-            srcY: 0,
-            srcMemoryType: if into { host } else { device },
-            srcHost: pointer,
-            srcDevice: self.device,
-            srcArray: std::ptr::null_mut(),
-            srcPitch: if into { host_pitch } else { device_pitch },
-            dstXInBytes: 0,
-            dstY: 0,
-            dstMemoryType: if into { device } else { host },
-            dstHost: pointer,
-            dstDevice: self.device,
-            dstArray: std::ptr::null_mut(),
-            dstPitch: if into { device_pitch } else { host_pitch },
-            WidthInBytes: width,
-            Height: narrow(self.height),
-        };
-        // SAFETY: the spans lie in slab and buffer by the caller's promise; the driver copies the description.
-        Ok(check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&raw const spans, stream) })?)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Spans;
-
-    fn spans(host: u64, device: u64, width: u64, height: u64) -> Spans {
-        Spans { host, device, width, height, host_pitch: 4096, device_pitch: 4096 }
-    }
-
-    #[test]
-    fn only_plain_neighbours_on_both_sides_join() {
-        let first = spans(1000, 5000, 200, 1);
-        let joined = first.joined(&spans(1200, 5200, 100, 1)).map(|s| (s.host, s.device, s.width));
-        assert_eq!(joined, Some((1000, 5000, 300)));
-        assert_eq!(first.joined(&spans(1201, 5200, 100, 1)), None);
-        assert_eq!(first.joined(&spans(1200, 5256, 100, 1)), None);
-        assert_eq!(first.joined(&spans(1200, 5200, 100, 2)), None);
-        assert_eq!(spans(1000, 5000, 200, 2).joined(&spans(1200, 5200, 100, 1)), None);
-    }
+    (0..copies).map(move |run| spans.shifted(run * host_step, run * device_step))
 }

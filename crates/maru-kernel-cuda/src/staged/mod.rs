@@ -18,18 +18,22 @@
 
 mod group;
 mod lanes;
+mod pipeline;
+mod spans;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::{self, CUevent, CUstream};
+use cudarc::driver::sys::{self, CUstream};
 use maru_driver::stream::{synchronize, wait_for};
 use maru_driver::{DeviceBuffer, Ticket, Tickets, check};
 use maru_layout::{CopyJob, Direction, Pieces};
 
-use self::group::{Group, groups};
+use self::group::groups;
 use self::lanes::{Lanes, Streams, order};
-use crate::launched::{Mark, State};
-use crate::{KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable};
+use self::pipeline::Pipeline;
+use crate::launched::Mark;
+use crate::session::Session;
+use crate::{KernelError, LaunchOptions, LaunchStep, Launched, PagedCopyKernel, PlaneTable};
 
 /// Buffers of the ring. Two are enough to overlap; more let small pieces wait for multiprocessors without
 /// stopping the copy engine.
@@ -104,22 +108,6 @@ struct Buffer {
     free: Option<Arc<Mark>>,
 }
 
-/// Transfers of a [`StagedMover`] that go together.
-#[derive(Clone, Copy, Debug)]
-pub struct StagedStep<'a> {
-    /// What moves.
-    pub jobs: &'a [Pieces],
-    /// An event, recorded before the call, that they wait for besides the stream; null for none.
-    pub after: CUevent,
-}
-
-impl<'a> StagedStep<'a> {
-    /// A step that waits for the stream only.
-    pub fn new(jobs: &'a [Pieces]) -> Self {
-        StagedStep { jobs, after: std::ptr::null_mut() }
-    }
-}
-
 impl StagedMover {
     /// Allocates the ring and the streams.
     ///
@@ -189,7 +177,7 @@ impl StagedMover {
         stream: CUstream,
     ) -> Result<StagedLaunch, KernelError> {
         // SAFETY: the caller's promises, passed on.
-        let mut launched = unsafe { self.launch_steps(&[StagedStep::new(jobs)], planes, stream) }?;
+        let mut launched = unsafe { self.launch_steps(&[LaunchStep::new(jobs)], planes, stream) }?;
         Ok(launched.pop().unwrap_or_else(|| StagedLaunch { parts: Vec::new(), _mover: self.clone() }))
     }
 
@@ -203,7 +191,7 @@ impl StagedMover {
     /// As [`StagedMover::launch`]; the events are live and of this context.
     pub unsafe fn launch_steps(
         &self,
-        steps: &[StagedStep<'_>],
+        steps: &[LaunchStep<'_, Pieces>],
         planes: &PlaneTable,
         stream: CUstream,
     ) -> Result<Vec<StagedLaunch>, KernelError> {
@@ -232,113 +220,45 @@ impl Inner {
     unsafe fn queue(
         &self,
         ring: &mut Ring,
-        steps: &[StagedStep<'_>],
+        steps: &[LaunchStep<'_, Pieces>],
         planes: &PlaneTable,
         stream: CUstream,
         launched: &mut [StagedLaunch],
     ) -> Result<(), KernelError> {
         let groups = groups(steps, self.buffer_bytes);
         let lanes = if groups.len() > 1 { self.streams.lanes() } else { Lanes::all(stream) };
-        // Where each direction has come to.
-        let mut ends: [Option<Arc<Mark>>; 2] = [None, None];
-        let key = |group: &Group<'_>| (group.step, group.direction);
+        // SAFETY: the stream is this value's or the caller's; the steps hold the jobs.
+        let session = unsafe { Session::new(&self.kernel, planes, lanes.kernel, self.options) }?;
+        let start = ring.start;
+        let (kernel, ends) = (&self.kernel, [None, None]);
+        let mut pipeline = Pipeline { kernel, planes, ring, session, lanes, launched, ends, half: None };
+        let mut begun = [false; 2];
         for (i, group) in groups.iter().enumerate() {
             let (first, _) = lanes.ends(group.direction);
-            let end = &mut ends[usize::from(group.direction == Direction::Gather)];
-            if end.is_none() {
+            if !std::mem::replace(&mut begun[usize::from(group.direction == Direction::Gather)], true) {
                 // SAFETY: the stream is the caller's promise; events and streams of this value live as long as it.
-                unsafe { order(&ring.start, stream, first) }?;
+                unsafe { order(&start, stream, first) }?;
             }
             let after = steps[group.step].after;
-            if !after.is_null() && i.checked_sub(1).is_none_or(|before| key(&groups[before]) != key(group)) {
+            if !after.is_null() && i.checked_sub(1).is_none_or(|i| !groups[i].goes_with(group)) {
+                // What does not wait for the event goes before what does.
+                // SAFETY: the caller's promises, passed on.
+                unsafe { pipeline.flush() }?;
                 // SAFETY: event and stream are the caller's promise, or this value's.
                 unsafe { wait_for(after, first) }?;
             }
-            let launched = &mut launched[group.step];
+            let closes = groups.get(i + 1).is_none_or(|next| !next.goes_with(group));
             // SAFETY: the caller's promises, passed on.
-            let part = unsafe { self.send(ring, group, planes, lanes, launched) }?;
-            *end = part.mark().cloned();
-            // Of one stream the last is over last; others matter if they have something to report.
-            if part.reports() || groups.get(i + 1).is_none_or(|next| key(next) != key(group)) {
-                launched.parts.push(part);
-            }
+            unsafe { pipeline.push(group, closes) }?;
         }
+        // SAFETY: as above.
+        let ends = unsafe { pipeline.finish() }?;
         if lanes.kernel != stream {
             // The caller's stream goes on when everything is done.
             // SAFETY: the stream is the caller's promise.
             ends.iter().flatten().try_for_each(|end| unsafe { end.order_before(stream) })?;
         }
         Ok(())
-    }
-
-    /// Moves a group through the next buffer; returns its end.
-    ///
-    /// # Safety
-    /// As [`StagedMover::launch`]; the context is current.
-    unsafe fn send(
-        &self,
-        ring: &mut Ring,
-        group: &Group<'_>,
-        planes: &PlaneTable,
-        lanes: Lanes,
-        launched: &mut StagedLaunch,
-    ) -> Result<Launched, KernelError> {
-        let load = group.direction == Direction::Scatter;
-        let (first, last) = lanes.ends(group.direction);
-        let index = ring.next;
-        ring.next = (index + 1) % ring.buffers.len();
-        let buffer = &mut ring.buffers[index];
-        if let Some(free) = buffer.free.as_ref().filter(|free| !free.is_known_over()) {
-            // SAFETY: the stream is this value's or the caller's.
-            unsafe { free.order_before(first) }?;
-        }
-        if load {
-            // SAFETY: the slabs are the caller's promise; `groups` saw to it that the pieces fit.
-            unsafe { group.copy(buffer.addr, first) }?;
-            // SAFETY: events and streams of this value live as long as it.
-            unsafe { order(&buffer.full, first, last) }?;
-        }
-        let jobs = group.jobs(buffer.addr);
-        // SAFETY: the planes are the caller's promise; the buffer holds the pieces; no capture is going on.
-        let mut parts = unsafe { self.scatter_or_gather(&jobs, planes, lanes.kernel) }?;
-        let Some(mut end) = parts.pop() else { return Ok(self.nothing(planes)) };
-        launched.parts.extend(parts.into_iter().filter(Launched::reports));
-        if !load {
-            // SAFETY: as above.
-            unsafe { order(&buffer.full, first, last) }?;
-            // SAFETY: as above.
-            unsafe { group.copy(buffer.addr, last) }?;
-            end = self.end_of(last, planes)?;
-        }
-        buffer.free = end.mark().cloned();
-        Ok(end)
-    }
-
-    /// # Safety
-    /// As [`PagedCopyKernel::launch_many`]; the context is current and the stream not being captured.
-    unsafe fn scatter_or_gather(
-        &self,
-        jobs: &[CopyJob],
-        planes: &PlaneTable,
-        stream: CUstream,
-    ) -> Result<Vec<Launched>, KernelError> {
-        let mut parts = Vec::with_capacity(1);
-        // SAFETY: the caller's promises, passed on.
-        unsafe { self.kernel.put_many(jobs, planes, stream, self.options, false, &mut parts) }?;
-        Ok(parts)
-    }
-
-    /// A completion of everything on a stream so far.
-    fn end_of(&self, stream: CUstream, planes: &PlaneTable) -> Result<Launched, KernelError> {
-        let kernel = &self.kernel.inner;
-        let ticket = kernel.tickets.take()?;
-        // SAFETY: the ticket's pool is the kernel's; the stream is this value's or the caller's.
-        let mark = unsafe { self.kernel.queued(Ok(()), ticket, stream) }?;
-        Ok(Launched::new(kernel, planes, State::Queued { mark, reports: false }, 0))
-    }
-
-    fn nothing(&self, planes: &PlaneTable) -> Launched {
-        Launched::new(&self.kernel.inner, planes, State::Empty, 0)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Staged transfers in steps: layer by layer, each step waited for and held back alone.
 
-use maru_kernel_cuda::{PagedCopyKernel, StagedLaunch, StagedMover, StagedOptions, StagedStep};
+use maru_kernel_cuda::{LaunchStep, PagedCopyKernel, StagedLaunch, StagedMover, StagedOptions};
 use maru_layout::{CopyJob, Direction, Pieces};
 use maru_sim_driver::Session;
 
@@ -41,7 +41,7 @@ fn layers_one_by_one_make_the_whole(session: &Session) {
             let planes = kernel.register(&setup.plan).unwrap();
             let layers = layers(&mover, &setup.job(setup.host_slots()));
             assert_eq!(layers.len() as u64, DIMS.layers);
-            let steps: Vec<_> = layers.iter().map(|jobs| StagedStep::new(jobs)).collect();
+            let steps: Vec<_> = layers.iter().map(|jobs| LaunchStep::new(jobs)).collect();
             // SAFETY: cache and slab live until the transfer is over; the slab is pinned.
             let launched = unsafe { mover.launch_steps(&steps, &planes, stream.0) }.unwrap();
             assert_eq!(launched.len(), steps.len());
@@ -59,7 +59,7 @@ fn a_step_is_over_before_the_next(session: &Session) {
         let setup = Setup::new(session, 0, direction, 4);
         let planes = kernel.register(&setup.plan).unwrap();
         let layers = layers(&mover, &setup.job(setup.host_slots()));
-        let steps: Vec<_> = layers.iter().map(|jobs| StagedStep::new(jobs)).collect();
+        let steps: Vec<_> = layers.iter().map(|jobs| LaunchStep::new(jobs)).collect();
         session.set("delay_us", 3000);
         // SAFETY: as above.
         let launched = unsafe { mover.launch_steps(&steps, &planes, stream.0) }.unwrap();
@@ -87,7 +87,7 @@ fn a_step_waits_for_its_event(session: &Session) {
             }
             ok!(cuEventRecord(event.0, other.0));
             let steps =
-                [StagedStep::new(&layers[0]), StagedStep { after: event.0, ..StagedStep::new(&layers[1]) }];
+                [LaunchStep::new(&layers[0]), LaunchStep { after: event.0, ..LaunchStep::new(&layers[1]) }];
             // SAFETY: as above; the event lives until the transfer is over.
             let launched = unsafe { mover.launch_steps(&steps, &planes, stream.0) }.unwrap();
             launched[0].wait().unwrap();
@@ -109,7 +109,7 @@ fn steps_of_both_directions_share_a_pipeline(session: &Session) {
         let planes: Vec<_> = setups.iter().map(|s| kernel.register(&s.plan).unwrap()).collect();
         for (setup, planes) in setups.iter().zip(&planes) {
             let layers = layers(&mover, &setup.job(setup.host_slots()));
-            let steps: Vec<_> = layers.iter().map(|jobs| StagedStep::new(jobs)).collect();
+            let steps: Vec<_> = layers.iter().map(|jobs| LaunchStep::new(jobs)).collect();
             // SAFETY: as above.
             drop(unsafe { mover.launch_steps(&steps, planes, stream.0) }.unwrap());
         }

@@ -4,12 +4,12 @@ use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::Arc;
 
 use maru_kernel_cuda::{
-    CUevent, CUstream, KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable, StagedLaunch,
-    StagedMover, StagedOptions, StagedStep, open_context,
+    CUevent, CUstream, KernelError, LaunchOptions, LaunchStep, Launched, PagedCopyKernel, PlaneTable,
+    StagedLaunch, StagedMover, StagedOptions, open_context,
 };
 use maru_layout::{CopyJob, CopyPlan, Pieces};
 
-use super::{Capabilities, DeviceBackend, Enqueued, Prepared, Step, TransferBackend, one_by_one};
+use super::{Capabilities, DeviceBackend, Enqueued, Prepared, Step, TransferBackend};
 use crate::calibration::{Calibration, Choice, cache_dir};
 use crate::config::{StrategyChoice, TransferConfig};
 use crate::{Completion, Event, PagedCache, Pending, Place, Stream, TransferError};
@@ -111,36 +111,36 @@ impl NativeBackend {
         planes: &PlaneTable,
         stream: CUstream,
     ) -> Result<Vec<Enqueued>, TransferError> {
-        let steps: Vec<StagedStep<'_>> = pieces
+        let steps: Vec<_> = pieces
             .iter()
             .zip(steps)
-            .map(|(jobs, step)| StagedStep { jobs, after: step.after.map_or(null_mut(), event) })
+            .map(|(jobs, step)| LaunchStep { jobs: jobs.as_slice(), after: event(step.after) })
             .collect();
         // SAFETY: the caller's promises; registered memory is page-locked.
         let launched = unsafe { mover.launch_steps(&steps, planes, stream) }?;
-        let enqueued =
-            |launch| Enqueued { completion: Completion::Pending(Box::new(launch)), strategy: "staged" };
-        Ok(launched.into_iter().map(enqueued).collect())
+        let pending = |launch| Completion::Pending(Box::new(launch));
+        Ok(launched
+            .into_iter()
+            .map(|launch| Enqueued { completion: pending(launch), strategy: "staged" })
+            .collect())
     }
 
-    /// One step directly.
+    /// Steps by the kernel alone.
     ///
     /// # Safety
     /// As [`TransferBackend::enqueue_steps`].
     unsafe fn launch(
         &self,
-        step: &Step<'_>,
+        steps: &[Step<'_>],
         planes: &PlaneTable,
         stream: CUstream,
-    ) -> Result<Enqueued, TransferError> {
-        if let Some(after) = step.after {
-            // SAFETY: event and stream are the caller's promise.
-            unsafe { self.kernel.wait_for(event(after), stream) }?;
-        }
+    ) -> Result<Vec<Enqueued>, TransferError> {
+        let steps: Vec<_> =
+            steps.iter().map(|step| LaunchStep { jobs: step.jobs, after: event(step.after) }).collect();
         // SAFETY: the caller promises that the jobs' memory is valid and ordered by the stream; the stream is
         // live by the promise made to `Stream::cuda`.
-        let mut queued = unsafe { self.kernel.launch_many(step.jobs, planes, stream, self.options) }?;
-        let completion = match queued.pop() {
+        let launched = unsafe { self.kernel.launch_steps(&steps, planes, stream, self.options) }?;
+        let completion = |mut queued: Vec<Launched>| match queued.pop() {
             Some(last) if last.is_captured() => Completion::Captured,
             Some(last) if queued.is_empty() => Completion::Pending(Box::new(last)),
             Some(last) => {
@@ -149,7 +149,10 @@ impl NativeBackend {
             }
             None => Completion::Done,
         };
-        Ok(Enqueued { completion, strategy: "direct" })
+        Ok(launched
+            .into_iter()
+            .map(|queued| Enqueued { completion: completion(queued), strategy: "direct" })
+            .collect())
     }
 
     /// The loaded kernel.
@@ -235,12 +238,12 @@ impl TransferBackend for NativeBackend {
             return unsafe { self.stage(mover, &pieces, steps, planes, stream) };
         }
         // SAFETY: the caller's promises, passed on.
-        one_by_one(steps, |step| unsafe { self.launch(step, planes, stream) })
+        unsafe { self.launch(steps, planes, stream) }
     }
 }
 
-fn event(event: Event) -> CUevent {
-    with_exposed_provenance_mut(event.handle())
+fn event(event: Option<Event>) -> CUevent {
+    event.map_or(null_mut(), |event| with_exposed_provenance_mut(event.handle()))
 }
 
 /// Launches of one stream, in its order.

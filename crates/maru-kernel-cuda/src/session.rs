@@ -1,0 +1,221 @@
+//! What one call puts on one stream.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use cudarc::driver::sys::CUstream;
+use maru_driver::stream as streams;
+use maru_layout::{CopyJob, JobSlots};
+
+use crate::abi::{INLINE_SLOTS, PagedCopyInlineArgs};
+use crate::geometry::{Addresses, BatchLaunch, Launch, Launches, Limits, SlotSource};
+use crate::launched::{Mark, State};
+use crate::ring::{CAPACITY, SlotLists};
+use crate::tickets::Ticket;
+use crate::{KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable};
+
+/// Launches of one cache on one stream, by one call. The context stays current while it lives.
+pub(crate) struct Session<'a> {
+    kernel: &'a PagedCopyKernel,
+    planes: &'a PlaneTable,
+    stream: CUstream,
+    options: LaunchOptions,
+    capturing: bool,
+    lists: SlotLists<'a>,
+}
+
+impl<'a> Session<'a> {
+    /// # Safety
+    /// `stream` is a live stream of the kernel's context, which is current while this value lives; the jobs put
+    /// are alive as long.
+    pub(crate) unsafe fn new(
+        kernel: &'a PagedCopyKernel,
+        planes: &'a PlaneTable,
+        stream: CUstream,
+        options: LaunchOptions,
+    ) -> Result<Self, KernelError> {
+        // SAFETY: the caller's promise.
+        let capturing = unsafe { streams::is_capturing(stream) }?;
+        // SAFETY: the caller's promise.
+        let lists = unsafe { SlotLists::new(&kernel.inner.ring, stream) };
+        Ok(Session { kernel, planes, stream, options, capturing, lists })
+    }
+
+    /// Everything is put.
+    pub(crate) fn finish(self) -> Result<(), KernelError> {
+        self.lists.finish()
+    }
+
+    /// Queues the launches of one job.
+    ///
+    /// # Safety
+    /// As [`PagedCopyKernel::launch`].
+    pub(crate) unsafe fn put(&mut self, job: &CopyJob) -> Result<State, KernelError> {
+        let kernel = &self.kernel.inner;
+        if !self.planes.is_of(job.plan().bases()) {
+            return Err(KernelError::WrongPlanes);
+        }
+        let (source, reports) = match job.slots() {
+            JobSlots::Device { addr, .. } => (SlotSource::Device { addr: *addr }, true),
+            // A graph must not use the ring: its buffers are used again before a replay.
+            JobSlots::Host { slots, .. } => match slots.len() as u64 - job.skip() > INLINE_SLOTS as u64 {
+                true if !self.capturing => (SlotSource::Uploaded { capacity: CAPACITY }, false),
+                _ => (SlotSource::Inline, false),
+            },
+            _ => (SlotSource::Inline, false),
+        };
+        // Looks at the job before a ticket is taken.
+        let addresses = Addresses { planes: self.planes.addr(), error: 0 };
+        let limits = Limits::blocks(self.options.sm_budget);
+        let mut launches = Launches::new(job, source, addresses, limits)?;
+        if launches.is_empty() {
+            return Ok(State::Empty);
+        }
+        let ticket = if self.capturing { kernel.captured } else { kernel.tickets.take()? };
+        if reports {
+            launches.report_to(ticket.payload.device);
+            let num_slots = job.plan().geometry().num_slots;
+            match self.capturing {
+                true => kernel.captured_slots.store(num_slots, Ordering::Relaxed),
+                false => ticket.payload.clear(),
+            }
+        }
+        // SAFETY: the caller's promises, passed on.
+        let queued = unsafe { self.queue(job, launches) };
+        if self.capturing {
+            return queued.map(|()| State::Captured);
+        }
+        // SAFETY: the stream is live.
+        let mark = unsafe { self.kernel.mark(queued, ticket, self.stream) }?;
+        Ok(State::Queued { mark, reports })
+    }
+
+    /// Queues the launches of jobs, as few as can be; what is launched goes to `queued`.
+    ///
+    /// # Safety
+    /// As [`PagedCopyKernel::launch`], for every job.
+    pub(crate) unsafe fn put_many(
+        &mut self,
+        jobs: &[CopyJob],
+        queued: &mut Vec<Launched>,
+    ) -> Result<(), KernelError> {
+        if let Some(job) = jobs.iter().find(|job| !self.planes.is_of(job.plan().bases())) {
+            tracing::debug!(planes = job.plan().bases().len(), "a job of another cache in a batch");
+            return Err(KernelError::WrongPlanes);
+        }
+        // A graph must not use the ring.
+        let batches = jobs.len() > 1 && !self.capturing;
+        let limits = Limits::blocks(self.options.sm_budget);
+        let mut rest = jobs;
+        while let Some(job) = rest.first() {
+            let batch =
+                batches.then(|| BatchLaunch::new(rest, self.planes.addr(), limits, CAPACITY)).flatten();
+            if let Some(batch) = batch {
+                let (together, others) = rest.split_at(batch.jobs);
+                // SAFETY: the caller's promises, passed on.
+                if let Some(launched) = unsafe { self.put_batch(batch, together) }? {
+                    queued.push(launched);
+                    rest = others;
+                    continue;
+                }
+            }
+            // SAFETY: the caller's promises, passed on.
+            let state = unsafe { self.put(job) }?;
+            let num_slots = job.plan().geometry().num_slots;
+            queued.push(Launched::new(&self.kernel.inner, self.planes, state, num_slots));
+            rest = &rest[1..];
+        }
+        Ok(())
+    }
+
+    /// One launch for several jobs; `None` if there is no room for their slots now.
+    ///
+    /// # Safety
+    /// As [`Session::put_many`]; the stream is not being captured.
+    unsafe fn put_batch(
+        &mut self,
+        mut batch: BatchLaunch,
+        jobs: &[CopyJob],
+    ) -> Result<Option<Launched>, KernelError> {
+        let lists = jobs.iter().map(|job| batch.slots(job));
+        if !self.lists.upload(lists)? {
+            return Ok(None);
+        }
+        for (i, job) in jobs.iter().enumerate() {
+            let Some(addr) = self.lists.addr(batch.slots(job)) else { return Ok(None) };
+            batch.set_slots(i, addr);
+        }
+        let kernel = &self.kernel.inner;
+        let ticket = kernel.tickets.take()?;
+        let shape = (batch.entry, batch.blocks, batch.threads);
+        // SAFETY: the arguments come from checked jobs and uploaded lists; their memory is the caller's promise.
+        let started = unsafe { kernel.start_entry(shape, &batch.args, self.stream) };
+        // SAFETY: the stream is live.
+        let mark = unsafe { self.kernel.mark(started, ticket, self.stream) }?;
+        let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
+        let state = State::Queued { mark, reports: false };
+        Ok(Some(Launched::new(kernel, self.planes, state, num_slots)))
+    }
+
+    /// Queues every launch of a job.
+    ///
+    /// # Safety
+    /// As [`PagedCopyKernel::launch`].
+    unsafe fn queue(&mut self, job: &CopyJob, launches: Launches) -> Result<(), KernelError> {
+        let host: &[i64] = match job.slots() {
+            JobSlots::Host { slots, .. } => slots,
+            _ => &[],
+        };
+        let uploads = launches.source_is_uploaded();
+        for mut launch in launches {
+            let slots = launch.slots(host);
+            if uploads && self.lists.upload(std::iter::once(slots))? {
+                launch.args.slots = self.lists.addr(slots).unwrap_or(0);
+            } else if !host.is_empty() {
+                // SAFETY: as for this function.
+                unsafe { self.queue_inline(&launch, slots) }?;
+                continue;
+            }
+            // SAFETY: the arguments come from a checked job; its memory is the caller's promise.
+            unsafe { self.kernel.inner.start(&launch, &launch.args, self.stream) }?;
+        }
+        Ok(())
+    }
+
+    /// Queues one launch with its slots by value, cut where they are too many.
+    ///
+    /// # Safety
+    /// As [`PagedCopyKernel::launch`].
+    unsafe fn queue_inline(&self, launch: &Launch, slots: &[i64]) -> Result<(), KernelError> {
+        for (piece, slots) in launch.inline_pieces(slots) {
+            let mut args = PagedCopyInlineArgs { copy: piece.args, slots: [0; INLINE_SLOTS] };
+            args.slots[..slots.len()].copy_from_slice(slots);
+            // SAFETY: the arguments come from a checked job; its memory is the caller's promise.
+            unsafe { self.kernel.inner.start(&piece, &args, self.stream) }?;
+        }
+        Ok(())
+    }
+}
+
+impl PagedCopyKernel {
+    /// Marks the end of what was queued on a stream. If something failed, waits for what is there, so that its
+    /// memory may be reused once the error is returned.
+    ///
+    /// # Safety
+    /// A live stream; the context is current.
+    pub(crate) unsafe fn mark(
+        &self,
+        outcome: Result<(), KernelError>,
+        ticket: Ticket,
+        stream: CUstream,
+    ) -> Result<Arc<Mark>, KernelError> {
+        // SAFETY: the pool is alive; the stream is the caller's promise.
+        let marked = outcome.and_then(|()| Ok(unsafe { ticket.record(stream) }?));
+        let Err(error) = marked else { return Ok(Mark::new(&self.inner, ticket)) };
+        // SAFETY: the stream is the caller's promise.
+        if unsafe { streams::synchronize(stream) }.is_ok() {
+            self.inner.tickets.give_back(ticket, true);
+        }
+        Err(error)
+    }
+}
