@@ -7,7 +7,6 @@ use maru::{
     CacheTensor, Config, DType, PagedCache, Place, SlotMapping, Stream, TensorDesc, Tensors, TransferEngine,
     TransferError, TransferRequest,
 };
-use maru_sim_driver::Session;
 
 use crate::harness::Test;
 use crate::memory::{self, Arena};
@@ -15,7 +14,7 @@ use crate::rig::{MOVERS, Mover, Rig, View, block_size, slots};
 
 pub(crate) fn tests() -> Vec<Test> {
     tests![
-        simulated:
+        two_devices:
             c17_two_devices_alternate_in_one_thread,
             c17_two_ranks_register_the_same_layers,
             c17_a_stream_of_another_device_is_an_error;
@@ -54,7 +53,7 @@ fn device_movers() -> impl Iterator<Item = &'static Mover> {
 const SHAPE: [i64; 5] = [4, 2, 16, 2, 8];
 const AXES: &str = "block,kv,token,head,dim";
 
-fn c17_two_devices_alternate_in_one_thread(_: &Session) {
+fn c17_two_devices_alternate_in_one_thread() {
     for mover in device_movers() {
         let rigs = [on(mover, 0), on(mover, 1)];
         let caches = rigs.each_ref().map(|rig| rig.cache(&View::new(&SHAPE, AXES)));
@@ -67,7 +66,7 @@ fn c17_two_devices_alternate_in_one_thread(_: &Session) {
 }
 
 /// Every rank has a `layer_0`; nothing here is known by a name.
-fn c17_two_ranks_register_the_same_layers(_: &Session) {
+fn c17_two_ranks_register_the_same_layers() {
     for mover in device_movers() {
         let rigs = [on(mover, 0), on(mover, 1), on(mover, 0)];
         for rig in &rigs {
@@ -185,7 +184,7 @@ fn c17_the_current_context_is_what_it_was(rig: &Rig) {
     }
 }
 
-fn c17_a_stream_of_another_device_is_an_error(_: &Session) {
+fn c17_a_stream_of_another_device_is_an_error() {
     for mover in device_movers() {
         let (rig, other) = (on(mover, 0), on(mover, 1));
         let cache = rig.cache(&View::new(&SHAPE, AXES));

@@ -20,6 +20,8 @@ enum Kind {
     Moved(fn(&Rig)),
     /// Every mover of a device.
     OnDevice(fn(&Rig)),
+    /// Devices, this many of them; opens engines of its own, one after the other.
+    Devices(usize, fn()),
     /// The simulated driver, and to tell it what to do.
     Simulated(fn(&Session)),
 }
@@ -33,6 +35,12 @@ impl Test {
     }
     pub(crate) const fn on_device(name: &'static str, run: fn(&Rig)) -> Test {
         Test { name, kind: Kind::OnDevice(run) }
+    }
+    pub(crate) const fn device(name: &'static str, run: fn()) -> Test {
+        Test { name, kind: Kind::Devices(1, run) }
+    }
+    pub(crate) const fn two_devices(name: &'static str, run: fn()) -> Test {
+        Test { name, kind: Kind::Devices(2, run) }
     }
     pub(crate) const fn simulated(name: &'static str, run: fn(&Session)) -> Test {
         Test { name, kind: Kind::Simulated(run) }
@@ -82,6 +90,7 @@ pub(crate) fn run(tests: impl Iterator<Item = Test>) {
                 let movers = MOVERS.iter().filter(|m| m.device);
                 trials.extend(movers.map(|mover| moved(name, run, mover, &stage)));
             }
+            Kind::Devices(count, run) => trials.push(devices(name, count, run, &stage)),
             Kind::Simulated(run) => trials.push(simulated(name, run, &stage)),
         }
     }
@@ -101,6 +110,26 @@ fn moved(name: &str, run: fn(&Rig), mover: &'static Mover, stage: &Stage) -> Tri
     }
 }
 
+fn devices(name: &str, count: usize, run: fn(), stage: &Stage) -> Trial {
+    let simulate = matches!(stage, Stage::Simulated);
+    let trial = Trial::test(name, move || {
+        let _turn = simulate.then(session).transpose()?;
+        run();
+        Ok(())
+    });
+    match stage {
+        Stage::Nowhere(reason) => trial.with_kind(reason.clone()).with_ignored_flag(true),
+        // One device is what MARU_REQUIRE_GPU asks for.
+        Stage::Gpu => match maru::kernel::device_count() {
+            Ok(found) if found < count => {
+                trial.with_kind(format!("needs {count} GPUs, here is {found}")).with_ignored_flag(true)
+            }
+            _ => trial,
+        },
+        Stage::Simulated => trial,
+    }
+}
+
 fn simulated(name: &str, run: fn(&Session), stage: &Stage) -> Trial {
     let trial = Trial::test(name, move || {
         run(&session()?);
@@ -108,7 +137,7 @@ fn simulated(name: &str, run: fn(&Session), stage: &Stage) -> Trial {
     });
     match stage {
         Stage::Simulated => trial,
-        Stage::Gpu => trial.with_kind("needs the simulated driver").with_ignored_flag(true),
+        Stage::Gpu => trial.with_kind("tells the simulated driver what to do").with_ignored_flag(true),
         Stage::Nowhere(reason) => trial.with_kind(reason.clone()).with_ignored_flag(true),
     }
 }

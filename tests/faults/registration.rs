@@ -18,8 +18,9 @@ pub(crate) fn tests() -> Vec<Test> {
             c07_pieces_of_any_size_end_on_slab_borders,
             c15_the_device_address_is_never_the_hosts,
             c20_a_refusal_says_what_and_why;
+        on_device:
+            c07_slabs_of_a_registered_pool_all_move;
         simulated:
-            c07_slabs_of_a_registered_pool_all_move,
             c07_after_a_refusal_the_next_launch_succeeds,
             c15_kernel_and_copies_reach_memory_at_another_address,
             c15_without_a_device_address_no_kernel_is_launched,
@@ -126,41 +127,40 @@ fn c20_a_refusal_says_what_and_why() {
 }
 
 /// The real run of C07: pieces of at most 4 MiB, slabs of 3 MiB, each moved both ways by every mover.
-fn c07_slabs_of_a_registered_pool_all_move(_: &Session) {
-    for mover in MOVERS.iter().filter(|m| m.device) {
-        let mut config = Config::from_toml_str(mover.config, "x").unwrap();
-        config.cxl.register_piece = 4 * MIB;
-        config.cxl.require_registration = true;
-        let rig = Rig::with(&config, mover, None);
-        // A slab of 3 MiB is 96 tokens of 32 KiB.
-        let cache = rig.cache(&View::new(&[12, 2, 16, 4, 2048], "block,kv,token,head,dim"));
-        assert_eq!(cache.slab_bytes(96), 3 * MIB);
-        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let mut pool = PoolConfig::new(dir.path().join("pool"));
-        pool.size = 10 * MIB;
-        let slabs = rig.engine.create_pool(&pool, 3 * MIB, false).unwrap();
-        let all: Vec<_> = std::iter::from_fn(|| slabs.alloc().unwrap()).collect();
-        assert_eq!(all.len(), 3);
-        let order = Random(23).shuffled(192);
-        for (i, slab) in all.iter().enumerate() {
-            assert!(slab.device_addr().is_some());
-            let list = || SlotMapping::from_slots(&order[i * 48..i * 48 + 96]);
-            let content = Random(29 + i as u64).bytes(3 * MIB as usize);
-            slab.write_at(0, &content).unwrap();
-            for direction in [Direction::Scatter, Direction::Gather] {
-                let request = match direction {
-                    Direction::Gather => TransferRequest::gather(&cache.registered, list(), slab),
-                    _ => TransferRequest::scatter(&cache.registered, list(), slab),
-                };
-                let transfer = rig.engine.submit(&request.slab_tokens(96)).unwrap();
-                assert_eq!((transfer.backend(), transfer.strategy()), (mover.backend, mover.strategy));
-                transfer.wait().unwrap();
-                if direction == Direction::Scatter {
-                    slab.write_at(0, &vec![0; 3 * MIB as usize]).unwrap();
-                }
+fn c07_slabs_of_a_registered_pool_all_move(on: &Rig) {
+    let mover = on.mover;
+    let mut config = Config::from_toml_str(mover.config, "x").unwrap();
+    config.cxl.register_piece = 4 * MIB;
+    config.cxl.require_registration = true;
+    let rig = Rig::with(&config, mover, None);
+    // A slab of 3 MiB is 96 tokens of 32 KiB.
+    let cache = rig.cache(&View::new(&[12, 2, 16, 4, 2048], "block,kv,token,head,dim"));
+    assert_eq!(cache.slab_bytes(96), 3 * MIB);
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let mut pool = PoolConfig::new(dir.path().join("pool"));
+    pool.size = 10 * MIB;
+    let slabs = rig.engine.create_pool(&pool, 3 * MIB, false).unwrap();
+    let all: Vec<_> = std::iter::from_fn(|| slabs.alloc().unwrap()).collect();
+    assert_eq!(all.len(), 3);
+    let order = Random(23).shuffled(192);
+    for (i, slab) in all.iter().enumerate() {
+        assert!(slab.device_addr().is_some());
+        let list = || SlotMapping::from_slots(&order[i * 48..i * 48 + 96]);
+        let content = Random(29 + i as u64).bytes(3 * MIB as usize);
+        slab.write_at(0, &content).unwrap();
+        for direction in [Direction::Scatter, Direction::Gather] {
+            let request = match direction {
+                Direction::Gather => TransferRequest::gather(&cache.registered, list(), slab),
+                _ => TransferRequest::scatter(&cache.registered, list(), slab),
+            };
+            let transfer = rig.engine.submit(&request.slab_tokens(96)).unwrap();
+            assert_eq!((transfer.backend(), transfer.strategy()), (mover.backend, mover.strategy));
+            transfer.wait().unwrap();
+            if direction == Direction::Scatter {
+                slab.write_at(0, &vec![0; 3 * MIB as usize]).unwrap();
             }
-            assert!(read(slab) == content, "slab {i} by {}", mover.name);
         }
+        assert!(read(slab) == content, "slab {i} by {}", mover.name);
     }
 }
 

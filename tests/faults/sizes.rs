@@ -1,16 +1,15 @@
 //! Kind: sizes past 32 and 63 bits (C16).
 
-use cudarc::driver::sys;
+use cudarc::driver::{CudaContext, sys};
 use maru::cxl::{Region, Slab};
 use maru::layout::{PagedLayout, RowKind, SlabLayout, StridedSpec};
 use maru::{
     CacheSpec, CacheTensor, Config, DType, Direction, PagedCache, Place, SlotMapping, TensorDesc, Tensors,
     TransferEngine, TransferError, TransferRequest,
 };
-use maru_sim_driver::Session;
 
 use crate::harness::Test;
-use crate::rig::{MOVERS, block_size, read};
+use crate::rig::{MOVERS, Rig, block_size, read};
 
 pub(crate) fn tests() -> Vec<Test> {
     tests![
@@ -20,8 +19,10 @@ pub(crate) fn tests() -> Vec<Test> {
             c16_shapes_over_the_address_space_are_errors,
             c16_addresses_that_wrap_are_errors,
             c16_slabs_over_the_address_space_are_errors;
-        simulated:
+        on_device:
             c16_a_stride_that_wraps_at_block_2066_on_the_device,
+            c16_blocks_beyond_four_gib_on_the_device;
+        device:
             what_the_kernel_cannot_count_goes_to_the_fallback;
     ]
 }
@@ -47,10 +48,22 @@ impl Memory for Slab {
     }
 }
 
+/// Device memory.
 #[derive(Debug)]
 struct Device<'a> {
-    session: &'a Session,
+    context: &'a CudaContext,
     addr: u64,
+}
+
+impl<'a> Device<'a> {
+    fn new(context: &'a CudaContext, len: u64) -> Device<'a> {
+        context.bind_to_thread().unwrap();
+        let mut addr = 0;
+        // SAFETY: a context is current; the out pointer is valid.
+        let code = unsafe { sys::cuMemAlloc_v2(&mut addr, len as usize) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        Device { context, addr }
+    }
 }
 
 impl Memory for Device<'_> {
@@ -58,16 +71,25 @@ impl Memory for Device<'_> {
         self.addr
     }
     fn put(&self, at: u64, bytes: &[u8]) {
-        assert!(self.session.poke(self.addr + at, bytes));
+        self.context.bind_to_thread().unwrap();
+        // SAFETY: the test stays inside the allocation.
+        let code = unsafe { sys::cuMemcpyHtoD_v2(self.addr + at, bytes.as_ptr().cast(), bytes.len()) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
     }
     fn get(&self, at: u64, len: usize) -> Vec<u8> {
-        self.session.peek(self.addr + at, len).unwrap()
+        self.context.bind_to_thread().unwrap();
+        let mut bytes = vec![0; len];
+        // SAFETY: the test stays inside the allocation; the vector has `len` bytes.
+        let code = unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.addr + at, len) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+        bytes
     }
 }
 
 impl Drop for Device<'_> {
     fn drop(&mut self) {
-        // SAFETY: allocated by the test that made this, freed once.
+        let _ = self.context.bind_to_thread();
+        // SAFETY: allocated by `new`, freed once.
         let _ = unsafe { sys::cuMemFree_v2(self.addr) };
     }
 }
@@ -151,21 +173,18 @@ fn c16_a_stride_that_wraps_at_block_2066_on_the_host() {
     host(&wraps_at_2066(), &[2065, 2066]);
 }
 
-fn c16_a_stride_that_wraps_at_block_2066_on_the_device(session: &Session) {
-    let desc = wraps_at_2066();
-    let context = maru::kernel::open_context(0).unwrap();
-    context.bind_to_thread().unwrap();
-    let mut addr = 0;
-    // SAFETY: a context is current; the out pointer is valid.
-    let code = unsafe { sys::cuMemAlloc_v2(&mut addr, desc.span_bytes() as usize) };
-    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-    let memory = Device { session, addr };
-    for mover in MOVERS.iter().filter(|m| m.device) {
-        let engine = TransferEngine::open(&Config::from_toml_str(mover.config, mover.name).unwrap()).unwrap();
-        let slab = crate::memory::slab(Some(&context), &[0; 1024]).unwrap();
-        far(&engine, &memory, &desc, &[2065, 2066], &slab);
-        context.bind_to_thread().unwrap();
-    }
+fn device(rig: &Rig, desc: &TensorDesc, blocks: &[u64]) {
+    let memory = Device::new(rig.context.as_ref().unwrap(), desc.span_bytes());
+    far(&rig.engine, &memory, desc, blocks, &rig.slab(&[0; 12 * 1024]));
+}
+
+fn c16_a_stride_that_wraps_at_block_2066_on_the_device(rig: &Rig) {
+    device(rig, &wraps_at_2066(), &[2065, 2066]);
+}
+
+fn c16_blocks_beyond_four_gib_on_the_device(rig: &Rig) {
+    let desc = TensorDesc::contiguous(&[131_074, 2, 16, 8, 128], DType::U8).unwrap();
+    device(rig, &desc, &[131_072, 131_073, 65_536]);
 }
 
 fn c16_shapes_over_the_address_space_are_errors() {
@@ -277,7 +296,7 @@ fn c16_slabs_over_the_address_space_are_errors() {
 }
 
 /// Counts past 32 bits: the kernel says so by name, and only `auto` goes on without it.
-fn what_the_kernel_cannot_count_goes_to_the_fallback(_: &Session) {
+fn what_the_kernel_cannot_count_goes_to_the_fallback() {
     let rows = TensorDesc::contiguous(&[1, 1 << 33, 8], DType::U8).unwrap();
     let wide = TensorDesc::contiguous(&[2, 4, 1 << 33], DType::U8).unwrap();
     for (desc, size) in [(rows, 1 << 33), (wide, 4)] {

@@ -11,9 +11,16 @@ use crate::ptx::target_dir;
 
 type Error = Box<dyn std::error::Error>;
 
-/// Tests by name, in whichever package has them: those that have something to do on a device.
-const TESTS: [&str; 4] = ["gpu", "conformance", "device_gpu", "cuda"];
-/// Benches likewise.
+/// Packages and their tests that have something to do on a device. Those of the command line drive a binary
+/// that is elsewhere.
+const TESTS: [(&str, &str); 5] = [
+    ("maru", "conformance"),
+    ("maru", "faults"),
+    ("maru-cxl", "cuda"),
+    ("maru-fallback", "device_gpu"),
+    ("maru-kernel-cuda", "gpu"),
+];
+/// Benches by name, in whichever package has them.
 const BENCHES: [&str; 6] = ["direct", "staged", "interference", "fallback_device", "transfer", "host"];
 /// Most bytes of the bundle.
 const LIMIT: u64 = 60_000_000;
@@ -69,7 +76,7 @@ fn targets() -> Result<Vec<(String, String, String)>, Error> {
             let (package, kind, name) =
                 (text(&package["name"]), text(&target["kind"][0]), text(&target["name"]));
             let wanted = match kind.as_str() {
-                "test" => TESTS.contains(&name.as_str()),
+                "test" => TESTS.contains(&(package.as_str(), name.as_str())),
                 "bench" => BENCHES.contains(&name.as_str()),
                 "bin" => name == "maru",
                 _ => false,
