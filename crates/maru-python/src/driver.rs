@@ -100,6 +100,15 @@ pub(crate) fn known(addr: u64) -> Option<Known> {
     Some(Known { device, ordinal, start, len: len as u64, id }).filter(|known| known.device != 0)
 }
 
+/// The number of the allocation around an address; `None` for memory that has none. A context is current.
+pub(crate) fn buffer_id(addr: u64) -> Option<u64> {
+    let mut id = 0u64;
+    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID;
+    // SAFETY: the place is of the attribute's type.
+    let result = unsafe { sys::cuPointerGetAttribute((&raw mut id).cast(), attribute, addr) };
+    (result == sys::CUresult::CUDA_SUCCESS && id != 0).then_some(id)
+}
+
 /// The device whose memory an address is, if there is a driver at all.
 pub(crate) fn device_of(addr: u64) -> Option<u32> {
     maru_kernel_cuda::device_count().ok()?;

@@ -38,6 +38,25 @@ struct Allocation {
     start: u64,
     len: u64,
     id: u64,
+    ordinal: Option<u32>,
+}
+
+impl Allocation {
+    fn of(known: &driver::Known) -> Self {
+        Allocation { start: known.start, len: known.len, id: known.id, ordinal: known.ordinal }
+    }
+}
+
+/// A slab as a tensor or an address gives it.
+pub(crate) struct Foreign {
+    pub(crate) addr: u64,
+    pub(crate) len: u64,
+    /// Whether it may be memory of the host that no driver knows.
+    pub(crate) on_host: bool,
+    /// Whether it is surely mapped, see [`crate::tensor::Tensor::owned`].
+    pub(crate) owned: bool,
+    /// Kept alive by a slab in host memory.
+    pub(crate) owner: Option<Py<PyAny>>,
 }
 
 /// The memory this process has met.
@@ -48,24 +67,40 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// Host memory of `len` bytes at `addr` as a slab that keeps `owner` alive.
-    pub(crate) fn host_slab(&self, addr: u64, len: u64, owner: Option<Py<PyAny>>) -> Result<Slab, Fault> {
-        mapped(addr, len)?;
+    /// The slab of a transfer in `place`. Memory of the host that a device does not reach becomes a slab without
+    /// device address, which only the fallback takes.
+    ///
+    /// On a device, whoever submits a transfer of it keeps the memory alive.
+    pub(crate) fn slab(&self, place: Place, foreign: Foreign) -> Result<Slab, Fault> {
+        match place {
+            Place::Cuda(device) => with_context(place, || self.device_slab(foreign, device)),
+            _ => self.host_slab(foreign),
+        }
+    }
+
+    fn host_slab(&self, foreign: Foreign) -> Result<Slab, Fault> {
+        let Foreign { addr, len, owned, owner, .. } = foreign;
+        if !owned {
+            mapped(addr, len)?;
+        }
         if let Some(slab) = self.in_known_region(addr, len)? {
             return Ok(slab);
         }
-        let region = foreign(addr, len, owner)?;
-        Ok(region.slab(0, len)?)
+        Ok(foreign_region(addr, len, Box::new(owner))?.slab(0, len)?)
     }
 
-    /// The same for memory that a device shall reach: its own, or pinned host memory. Memory of the host that
-    /// is not pinned becomes a slab without device address, which only the fallback takes.
-    ///
-    /// Whoever submits a transfer of it keeps the memory alive. The device's context is current.
-    pub(crate) fn device_slab(&self, addr: u64, len: u64, device: u32, on_host: bool) -> Result<Slab, Fault> {
+    /// Memory that a device shall reach: its own, or pinned host memory. The device's context is current.
+    fn device_slab(&self, foreign: Foreign, device: u32) -> Result<Slab, Fault> {
+        let Foreign { addr, len, .. } = foreign;
+        if let Some(slab) = self.in_known_region(addr, len)? {
+            return Ok(slab);
+        }
+        if let Some(slab) = self.in_known_allocation(addr, len, device)? {
+            return Ok(slab);
+        }
         let Some(known) = driver::known(addr) else {
-            if on_host {
-                return self.host_slab(addr, len, None);
+            if foreign.on_host {
+                return self.host_slab(Foreign { owner: None, ..foreign });
             }
             return Err(Fault::value(format!(
                 "{addr:#x} is no memory that the driver of cuda:{device} knows"
@@ -76,20 +111,15 @@ impl Memory {
                 "the slab is on cuda:{other}, the paged cache is on cuda:{device}"
             )));
         }
-        if known.ordinal.is_none()
-            && let Some(slab) = self.in_known_region(addr, len)?
-        {
-            return Ok(slab);
-        }
         let end = addr
             .checked_add(len)
             .ok_or_else(|| Fault::overflow("the slab's last address does not fit 64 bits"))?;
-        let mut range = Allocation { start: known.start, len: known.len, id: known.id };
+        let mut range = Allocation::of(&known);
         if range.start > addr || addr - range.start >= ONE_PIECE || range.len > ONE_PIECE {
             range = Allocation {
                 start: addr,
                 len: known.len.saturating_sub(addr.saturating_sub(known.start)),
-                id: known.id,
+                ..range
             };
         }
         if range.start.saturating_add(range.len) < end {
@@ -116,6 +146,25 @@ impl Memory {
             }
         }
         Ok(None)
+    }
+
+    /// In an allocation that was met before and is the same still, as its number says. That is one question to the
+    /// driver instead of six.
+    fn in_known_allocation(&self, addr: u64, len: u64, device: u32) -> Result<Option<Slab>, Fault> {
+        let holds = |(range, _): &&(Allocation, Region)| {
+            let offset = addr.checked_sub(range.start);
+            let end = offset.and_then(|offset| offset.checked_add(len));
+            range.id != 0
+                && range.ordinal.is_none_or(|n| n == device)
+                && end.is_some_and(|end| end <= range.len)
+        };
+        let found = lock(&self.allocations).iter().find(holds).cloned();
+        match found {
+            Some((range, region)) if driver::buffer_id(addr) == Some(range.id) => {
+                Ok(Some(region.slab(addr - range.start, len)?))
+            }
+            _ => Ok(None),
+        }
     }
 
     fn region_of(&self, range: Allocation, device: u64) -> Result<Region, Fault> {
@@ -182,10 +231,6 @@ impl HostRegistrar for Reachable {
     }
 }
 
-fn foreign(addr: u64, len: u64, owner: Option<Py<PyAny>>) -> Result<Region, Fault> {
-    Ok(foreign_region(addr, len, Box::new(owner))?)
-}
-
 fn foreign_region(
     addr: u64,
     len: u64,
@@ -222,28 +267,53 @@ pub(crate) fn mapped(addr: u64, len: u64) -> Result<(), Fault> {
         .map_err(|_| not(&"not an address"))?;
     // SAFETY: with MS_ASYNC the kernel only walks its list of mappings; no byte is read or written.
     unsafe { rustix::mm::msync(pointer, bytes, MsyncFlags::ASYNC) }.map_err(|e| not(&e))?;
-    match ends_readable(addr, end - 1) {
-        true => Ok(()),
+    match first_unreadable(&[(addr, end - 1)]) {
+        None => Ok(()),
         // Address space of a device's memory looks like this.
-        false => Err(not(&"the process may not read it")),
+        Some(_) => Err(not(&"the process may not read it")),
     }
 }
 
-/// Whether the first and the last byte can be read: mapped memory need not be accessible. True where the system
-/// does not say.
-fn ends_readable(first: u64, last: u64) -> bool {
-    let mut bytes = [0u8; 2];
-    let local = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: 2 };
-    let one = |addr: u64| libc::iovec {
-        iov_base: std::ptr::with_exposed_provenance_mut(usize::try_from(addr).unwrap_or(0)),
-        iov_len: 1,
-    };
-    let remote = [one(first), one(last)];
+/// Whether ranges that were mapped when they were first met are there still, in one system call: what is given back to
+/// the system can be read no more. The number of the first that is not.
+pub(crate) fn still_mapped(starts: &[u64], len: u64) -> Result<(), usize> {
+    let ends: Vec<(u64, u64)> =
+        starts.iter().map(|at| (*at, at.saturating_add(len.saturating_sub(1)))).collect();
+    first_unreadable(&ends).map_or(Ok(()), Err)
+}
+
+/// The number of the first range whose first or last byte cannot be read: mapped memory need not be accessible. None
+/// where the system does not say.
+fn first_unreadable(ranges: &[(u64, u64)]) -> Option<usize> {
+    /// The system takes 1024 addresses at once.
+    const AT_ONCE: usize = 512;
     let own = libc::pid_t::try_from(std::process::id()).unwrap_or(0);
-    // SAFETY: the kernel copies two bytes into the local array, or says that it cannot.
-    let copied = unsafe { libc::process_vm_readv(own, &raw const local, 1, remote.as_ptr(), 2, 0) };
-    // One byte copied: the second one failed. Another error than EFAULT: the call is not allowed here.
-    copied == 2 || (copied < 0 && std::io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT))
+    let mut bytes = [0u8; 2 * AT_ONCE];
+    let mut before = 0;
+    for some in ranges.chunks(AT_ONCE) {
+        let one = |addr: u64| libc::iovec {
+            iov_base: std::ptr::with_exposed_provenance_mut(usize::try_from(addr).unwrap_or(0)),
+            iov_len: 1,
+        };
+        let remote: Vec<libc::iovec> =
+            some.iter().flat_map(|(first, last)| [one(*first), one(*last)]).collect();
+        let local = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: remote.len() };
+        let count = libc::c_ulong::try_from(remote.len()).unwrap_or(0);
+        // SAFETY: the kernel copies as many bytes into the local array, which has room, or says that it cannot.
+        let copied = unsafe { libc::process_vm_readv(own, &raw const local, 1, remote.as_ptr(), count, 0) };
+        match usize::try_from(copied) {
+            Ok(copied) if copied == remote.len() => {}
+            // The byte behind those failed.
+            Ok(copied) => return Some(before + copied / 2),
+            Err(_) => match std::io::Error::last_os_error().raw_os_error() {
+                Some(libc::EFAULT) => return Some(before),
+                // The call is not allowed here.
+                _ => return None,
+            },
+        }
+        before += some.len();
+    }
+    None
 }
 
 /// Runs a body with the device's context current, or as it is for host memory.

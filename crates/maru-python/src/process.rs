@@ -179,9 +179,10 @@ impl Process {
         Ok(context)
     }
 
-    /// Keeps a transfer and its objects until it is over.
-    pub(crate) fn park(&self, mut transfer: Transfer, keep: Vec<Py<PyAny>>) {
-        if matches!(transfer.is_done(), Ok(true)) {
+    /// Keeps a transfer of a cache in `place` and its objects until it is over. Whether it is, is asked later, by
+    /// [`Process::reap`]: once a transfer and not twice. On the host, and in a graph, it is over now.
+    pub(crate) fn park(&self, place: Place, transfer: Transfer, keep: Vec<Py<PyAny>>) {
+        if place == Place::Host || transfer.captured() {
             return;
         }
         lock(&self.in_flight).push_back(InFlight { transfer, keep });

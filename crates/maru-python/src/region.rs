@@ -206,6 +206,7 @@ impl PySlab {
             place: Place::Host,
             read_only: self.slab.is_read_only(),
             torch: false,
+            owned: true,
             owner: object.clone().unbind(),
         }
     }

@@ -9,7 +9,7 @@ use pyo3::types::PyRange;
 use crate::args::{self, Arg};
 use crate::cache::PyPagedCache;
 use crate::errors::{Fault, Result};
-use crate::memory::with_context;
+use crate::memory::Foreign;
 use crate::process::process;
 use crate::region::PySlab;
 use crate::tensor::{Tensor, event_handle};
@@ -131,7 +131,7 @@ pub(crate) struct Item {
 
 enum SlabSource {
     Ours(Slab),
-    Array { addr: u64, bytes: u64, on_host: bool, owner: Py<PyAny> },
+    Array(Foreign),
 }
 
 impl Item {
@@ -179,10 +179,8 @@ impl Item {
             .count()?
             .checked_mul(found.size())
             .ok_or_else(|| Fault::overflow("the slab's size does not fit 64 bits"))?;
-        let owner = tensor.owner.clone_ref(slab.py());
+        let slab = SlabSource::Array(tensor.foreign(slab.py(), bytes));
         keep.push(tensor.owner);
-        let slab =
-            SlabSource::Array { addr: tensor.addr, bytes, on_host: tensor.place == Place::Host, owner };
         Ok(Item { slots, slab, tokens })
     }
 
@@ -217,16 +215,7 @@ impl SlabSource {
     fn open(self, place: Place) -> std::result::Result<Slab, Fault> {
         match self {
             SlabSource::Ours(slab) => Ok(slab),
-            SlabSource::Array { addr, bytes, on_host, owner } => {
-                let memory = &process().memory;
-                let slab = match place {
-                    Place::Cuda(device) => {
-                        with_context(place, || memory.device_slab(addr, bytes, device, on_host))
-                    }
-                    _ => memory.host_slab(addr, bytes, Some(owner)),
-                };
-                slab.map_err(|e| e.of("slab"))
-            }
+            SlabSource::Array(foreign) => process().memory.slab(place, foreign).map_err(|e| e.of("slab")),
         }
     }
 }

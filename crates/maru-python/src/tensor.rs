@@ -1,7 +1,9 @@
 //! Other libraries' tensors, read without knowing the library: address, shape, strides, element type, device.
 
 mod dlpack;
+mod exchange;
 mod interface;
+mod numpy;
 mod torch;
 
 use std::fmt;
@@ -10,7 +12,8 @@ use maru_layout::{LayoutError, TensorDesc};
 use maru_transfer::Place;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyString};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyInt, PyString};
 
 pub(crate) use dlpack::export as export_dlpack;
 pub(crate) use torch::is_torch;
@@ -18,6 +21,7 @@ pub(crate) use torch::is_torch;
 use crate::args::{a, type_name};
 use crate::dtype::Element;
 use crate::errors::{Fault, Result};
+use crate::memory::Foreign;
 
 /// One array, alive as long as `owner` is.
 #[derive(Debug)]
@@ -32,6 +36,8 @@ pub(crate) struct Tensor {
     pub(crate) read_only: bool,
     /// Torch's, whose current stream is then the caller's.
     pub(crate) torch: bool,
+    /// The object is of a class whose objects own their memory: there is no need to ask whether it is mapped.
+    pub(crate) owned: bool,
     /// Keeps the memory alive.
     pub(crate) owner: Py<PyAny>,
 }
@@ -52,6 +58,10 @@ impl Tensor {
     pub(crate) fn try_of(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tensor>> {
         if let Ok(slab) = object.cast::<crate::region::PySlab>() {
             return Ok(Some(slab.get().tensor(object)));
+        }
+        // The usual ones, without making Python objects.
+        if let Some(tensor) = exchange::read(object).or_else(|| numpy::read(object)) {
+            return Ok(Some(tensor));
         }
         if object.is_instance_of::<pyo3::types::PyType>() {
             return Ok(None);
@@ -102,6 +112,13 @@ impl Tensor {
         TensorDesc::strided(&self.shape, &self.strides, dtype)
     }
 
+    /// As a slab of `len` bytes.
+    pub(crate) fn foreign(&self, py: Python<'_>, len: u64) -> Foreign {
+        let on_host = self.place == Place::Host;
+        let owner = Some(self.owner.clone_ref(py));
+        Foreign { addr: self.addr, len, on_host, owned: self.owned, owner }
+    }
+
     /// Refuses a tensor elsewhere.
     pub(crate) fn expect_place(&self, name: &str, place: Place) -> std::result::Result<(), Fault> {
         match self.place == place {
@@ -117,9 +134,33 @@ impl fmt::Display for Tensor {
     }
 }
 
+/// A module, if the process has loaded it.
+fn loaded<'py>(py: Python<'py>, name: &str) -> Option<Bound<'py, PyAny>> {
+    static MODULES: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let modules =
+        MODULES.get_or_try_init(py, || PyResult::Ok(py.import("sys")?.getattr("modules")?.unbind()));
+    // Not `get_item` of any object, which raises for one that is missing.
+    modules.ok()?.bind(py).cast::<PyDict>().ok()?.get_item(name).ok()?
+}
+
+/// A class of a module, if the process has loaded that. It is looked for until it is found.
+fn loaded_class<'py>(
+    py: Python<'py>,
+    cell: &PyOnceLock<Py<PyAny>>,
+    module: &str,
+    name: &str,
+) -> Option<Bound<'py, PyAny>> {
+    let found = || loaded(py, module)?.getattr_opt(name).ok()?;
+    let class = cell.get_or_try_init(py, || found().map(Bound::unbind).ok_or(()));
+    Some(class.ok()?.bind(py).clone())
+}
+
 /// `cuda:1`, `cuda`, `cpu`, a device object that has a type and an index or prints as one, or an ordinal.
 pub(crate) fn place_of(device: &Bound<'_, PyAny>, name: &str) -> Result<Place> {
     // Without a failing look-up on the way of a torch device: a Python exception costs as much as a launch.
+    if let Some(place) = torch::known_device(device) {
+        return Ok(place);
+    }
     let py = device.py();
     let text = if let Ok(text) = device.cast::<PyString>() {
         text.to_str()?.to_owned()
@@ -134,9 +175,15 @@ pub(crate) fn place_of(device: &Bound<'_, PyAny>, name: &str) -> Result<Place> {
         && let Ok(kind) = kind.cast::<PyString>()
     {
         match (kind.to_str()?, index.is_none()) {
-            ("cpu", _) => return Ok(Place::Host),
+            ("cpu", _) => {
+                torch::remember_device(device, Place::Host);
+                return Ok(Place::Host);
+            }
             ("cuda", false) => match index.extract::<u32>() {
-                Ok(ordinal) => return Ok(Place::Cuda(ordinal)),
+                Ok(ordinal) => {
+                    torch::remember_device(device, Place::Cuda(ordinal));
+                    return Ok(Place::Cuda(ordinal));
+                }
                 Err(_) => device.str()?.to_string(),
             },
             (kind, _) => kind.to_owned(),

@@ -240,6 +240,6 @@ impl Drop for PyTransfer {
             return;
         }
         // Waiting here would stop every thread of the interpreter: whoever comes next looks after it.
-        process().park(transfer, std::mem::take(&mut state.keep));
+        process().park(self.place, transfer, std::mem::take(&mut state.keep));
     }
 }

@@ -113,7 +113,10 @@ fn read(tensor: &Tensor) -> std::result::Result<Vec<i64>, Fault> {
     let ends = [i128::from(tensor.addr), i128::from(tensor.addr) + reach];
     let (low, high) = (ends[0].min(ends[1]), ends[0].max(ends[1]) + 8);
     let low_addr = u64::try_from(low).map_err(|_| overflow())?;
-    mapped(low_addr, u64::try_from(high - low).map_err(|_| overflow())?)?;
+    let span = u64::try_from(high - low).map_err(|_| overflow())?;
+    if !tensor.owned {
+        mapped(low_addr, span)?;
+    }
     let count = usize::try_from(len).map_err(|_| overflow())?;
     let first = usize::try_from(tensor.addr).map_err(|_| overflow())?;
     let step = usize::try_from(stride.unsigned_abs()).map_err(|_| overflow())?.saturating_mul(8);

@@ -287,3 +287,27 @@ def test_element_widths():
 def test_no_tokens_is_no_work():
     cache = Cache(1)
     m.multi_layer_kv_transfer(**cache.legacy(cache.slab(0), [], D2H))
+
+
+def test_a_known_cache_that_is_given_back_is_noticed():
+    import mmap
+
+    cache = Cache(1)
+    memory = [mmap.mmap(-1, 1 << 16) for _ in cache.arrays]
+    addresses = []
+    for mapped, array in zip(memory, cache.arrays):
+        view = np.frombuffer(mapped, np.uint16)
+        view[: array.size] = array
+        addresses.append(view.ctypes.data)
+        del view
+    slab, slots = cache.slab(8), [5, 6, 7, 0, -1, 19, 12, 3]
+    given = cache.legacy(slab, slots, D2H, key_value_ptrs=np.array(addresses))
+    expected = cache.slab(8)
+    cache.gather(expected, slots)
+    for _ in range(2):
+        slab[...] = 0
+        m.multi_layer_kv_transfer(**given)
+        assert np.array_equal(slab, expected)
+    memory[1].close()
+    with pytest.raises(ValueError, match="layer 1 plane 0: .* no memory any more"):
+        m.multi_layer_kv_transfer(**given)

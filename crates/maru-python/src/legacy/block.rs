@@ -9,7 +9,7 @@ use super::planes::{Key, pointers, registered};
 use super::{direction, finish, format, place};
 use crate::args::{self, a, type_name};
 use crate::errors::{Fault, Result, detached, guard};
-use crate::memory::with_context;
+use crate::memory::Foreign;
 use crate::process::process;
 use crate::tensor::{is_torch, stream_of};
 use crate::words::Words;
@@ -174,17 +174,13 @@ pub(crate) fn multi_layer_block_kv_transfer(
         let mut keep = vec![paged_buffer_ptrs_tensor.clone().unbind(), lmcache_objects_ptrs.clone().unbind()];
         keep.extend(owner);
         // Slabs are given as addresses; keeping them alive is the caller's part, as it was upstream.
-        finish(py, transfer, keep);
+        finish(py, place, transfer, keep);
         Ok(())
     })
 }
 
-fn slab(addr: u64, bytes: u64, place: Place) -> std::result::Result<maru_cxl::Slab, Fault> {
-    let memory = &process().memory;
-    match place {
-        Place::Cuda(device) => with_context(place, || memory.device_slab(addr, bytes, device, true)),
-        _ => memory.host_slab(addr, bytes, None),
-    }
+fn slab(addr: u64, len: u64, place: Place) -> std::result::Result<maru_cxl::Slab, Fault> {
+    process().memory.slab(place, Foreign { addr, len, on_host: true, owned: false, owner: None })
 }
 
 /// Slots of all slabs: of tokens, checked, or of whole blocks where the list is on the device.

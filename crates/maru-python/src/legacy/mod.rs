@@ -35,8 +35,8 @@ fn format(object: &Bound<'_, PyAny>) -> Result<EngineFormat> {
 
 /// What a device still reads stays alive until the transfer is over; errors in flight go to the log and to
 /// `synchronize()`.
-fn finish(py: Python<'_>, transfer: Transfer, keep: Vec<Py<PyAny>>) {
-    process().park(transfer, keep);
+fn finish(py: Python<'_>, place: Place, transfer: Transfer, keep: Vec<Py<PyAny>>) {
+    process().park(place, transfer, keep);
     process().reap(py);
 }
 

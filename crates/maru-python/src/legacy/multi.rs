@@ -8,7 +8,6 @@ use super::planes::{Key, pointers, registered};
 use super::{blocks_of, direction, finish, format, one_per_token, place, writable};
 use crate::args;
 use crate::errors::{Fault, Result, detached, guard};
-use crate::memory::with_context;
 use crate::process::process;
 use crate::tensor::{Tensor, stream_of};
 use crate::words::Words;
@@ -76,18 +75,11 @@ pub(crate) fn multi_layer_kv_transfer(
             return Ok(());
         }
         let key = Key { format, block_op: false, geometry, place, pointers };
-        let owner = slab.owner.clone_ref(py);
-        let (addr, on_host) = (slab.addr, slab.place == Place::Host);
+        let foreign = slab.foreign(py, bytes);
         let transfer = detached(py, move || {
             let engine = process().engine(place)?;
             let cache = registered(&key, &engine)?;
-            let memory = &process().memory;
-            let slab = match place {
-                Place::Cuda(device) => {
-                    with_context(place, || memory.device_slab(addr, bytes, device, on_host))
-                }
-                _ => memory.host_slab(addr, bytes, Some(owner)),
-            };
+            let slab = process().memory.slab(place, foreign);
             let slab = slab.map_err(|e| e.of("key_value"))?;
             let request = match direction {
                 Direction::Gather => TransferRequest::gather(&cache, slots, &slab),
@@ -99,7 +91,7 @@ pub(crate) fn multi_layer_kv_transfer(
             Ok(engine.submit(&request)?)
         })?;
         let keep = [Some(slab.owner), slots_owner].into_iter().flatten().collect();
-        finish(py, transfer, keep);
+        finish(py, place, transfer, keep);
         Ok(())
     })
 }

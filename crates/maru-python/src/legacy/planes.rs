@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use crate::driver;
 use crate::errors::{Fault, Result};
-use crate::memory::{mapped, with_context};
+use crate::memory::{mapped, still_mapped, with_context};
 use crate::process::{lock, process};
 use crate::words::Words;
 
@@ -132,9 +132,13 @@ pub(super) fn registered(key: &Key, engine: &TransferEngine) -> std::result::Res
     let caches = &process().registrations.caches;
     let known = lock(caches).iter().find(|(k, _)| k == key).map(|(_, cache)| cache.clone());
     if let Some(cache) = known {
-        // Host memory can be asked about at no cost worth saving.
+        // Host memory may have been given back meanwhile.
         if key.place == Place::Host {
-            planes_mapped(cache.paged())?;
+            let (paged, len) = (cache.paged(), cache.paged().layout().plane_bytes());
+            still_mapped(paged.bases(), len).map_err(|i| {
+                let gone = format!("{len} bytes at {:#x} are no memory any more", paged.bases()[i]);
+                Fault::value(gone).of(plane_name(i, paged))
+            })?;
         }
         return Ok(cache);
     }

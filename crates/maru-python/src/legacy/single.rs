@@ -8,7 +8,6 @@ use super::planes::{LayerKey, registered_layer};
 use super::{direction, finish, format, one_per_token, writable};
 use crate::args;
 use crate::errors::{Fault, detached, guard};
-use crate::memory::with_context;
 use crate::process::process;
 use crate::tensor::{Tensor, stream_of};
 use crate::words::Words;
@@ -62,18 +61,11 @@ pub(crate) fn single_layer_kv_transfer(
         let desc = paged.desc(dtype).map_err(|e| Fault::from(e).of("vllm_key_value_cache"))?;
         let key = LayerKey { addr: paged.addr, desc, axes, place };
         let stream = stream_of(py, place, slab.torch || paged.torch, None)?;
-        let owner = slab.owner.clone_ref(py);
-        let (addr, on_host, slab_bytes) = (slab.addr, slab.place == Place::Host, layout.bytes());
+        let foreign = slab.foreign(py, layout.bytes());
         let transfer = detached(py, move || {
             let engine = process().engine(place)?;
             let cache = registered_layer(&key, &engine).map_err(|e| e.of("vllm_key_value_cache"))?;
-            let memory = &process().memory;
-            let slab = match place {
-                Place::Cuda(device) => {
-                    with_context(place, || memory.device_slab(addr, slab_bytes, device, on_host))
-                }
-                _ => memory.host_slab(addr, slab_bytes, Some(owner)),
-            };
+            let slab = process().memory.slab(place, foreign);
             let slab = slab.map_err(|e| e.of("lmc_key_value_cache"))?;
             let request = match direction {
                 Direction::Gather => TransferRequest::gather(&cache, slots, &slab),
@@ -84,7 +76,7 @@ pub(crate) fn single_layer_kv_transfer(
             Ok(engine.submit(&request.slab_layout(layout).on(stream))?)
         })?;
         let keep = [Some(slab.owner), Some(paged.owner), slots_owner].into_iter().flatten().collect();
-        finish(py, transfer, keep);
+        finish(py, place, transfer, keep);
         Ok(())
     })
 }

@@ -15,22 +15,86 @@ use crate::errors::{Fault, Result};
 
 const NAME: &CStr = c"dltensor";
 const CPU: i32 = 1;
-const CUDA: i32 = 2;
+pub(super) const CUDA: i32 = 2;
 const CUDA_HOST: i32 = 3;
 const CUDA_MANAGED: i32 = 13;
 
 #[repr(C)]
-struct DLTensor {
-    data: *mut c_void,
-    device_type: i32,
-    device_id: i32,
+pub(super) struct DLTensor {
+    pub(super) data: *mut c_void,
+    pub(super) device_type: i32,
+    pub(super) device_id: i32,
     ndim: i32,
-    code: u8,
-    bits: u8,
-    lanes: u16,
+    pub(super) code: u8,
+    pub(super) bits: u8,
+    pub(super) lanes: u16,
     shape: *mut i64,
     strides: *mut i64,
-    byte_offset: u64,
+    pub(super) byte_offset: u64,
+}
+
+impl Default for DLTensor {
+    fn default() -> Self {
+        DLTensor {
+            data: std::ptr::null_mut(),
+            device_type: CPU,
+            device_id: 0,
+            ndim: 0,
+            code: 0,
+            bits: 0,
+            lanes: 0,
+            shape: std::ptr::null_mut(),
+            strides: std::ptr::null_mut(),
+            byte_offset: 0,
+        }
+    }
+}
+
+impl DLTensor {
+    /// Shape and strides; `None` where there is no shape.
+    ///
+    /// # Safety
+    /// A producer has filled it, whose lists are still there.
+    pub(super) unsafe fn dims(&self) -> Option<(Vec<i64>, Vec<i64>)> {
+        let axes = usize::try_from(self.ndim).ok()?;
+        let list = |first: *mut i64| -> Option<Vec<i64>> {
+            if axes == 0 {
+                return Some(Vec::new());
+            }
+            let first = NonNull::new(first)?;
+            // SAFETY: DLPack's contract: as many numbers as axes at each list that is not null.
+            Some(unsafe { std::slice::from_raw_parts(first.as_ptr(), axes) }.to_vec())
+        };
+        let shape = list(self.shape)?;
+        let strides = list(self.strides).unwrap_or_else(|| contiguous(&shape));
+        Some((shape, strides))
+    }
+}
+
+/// Where a device is that DLPack names; `None` for kinds that are neither cpu nor cuda, or no device.
+pub(super) fn place(kind: i32, id: i32) -> Option<Place> {
+    match kind {
+        CPU | CUDA_HOST => Some(Place::Host),
+        CUDA | CUDA_MANAGED => u32::try_from(id).ok().map(Place::Cuda),
+        _ => None,
+    }
+}
+
+/// An element type by DLPack's numbers; `None` for elements of no whole byte.
+pub(super) fn element(code: u8, bits: u8, lanes: u16) -> Option<Element> {
+    let width = u64::from(bits) * u64::from(lanes);
+    if !width.is_multiple_of(8) || width == 0 {
+        return None;
+    }
+    Some(match code {
+        _ if lanes != 1 => Element::of_kind('x', width / 8),
+        0 => Element::of_kind('i', width / 8),
+        1 => Element::of_kind('u', width / 8),
+        2 => Element::of_kind('f', width / 8),
+        3 => Element::of_kind('V', width / 8),
+        4 if bits == 16 => Element::Kv(DType::Bf16),
+        _ => Element::of_kind('x', width / 8),
+    })
 }
 
 #[repr(C)]
@@ -47,18 +111,13 @@ pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tenso
     let (kind, id) = device
         .extract::<(i64, i64)>()
         .map_err(|_| Fault::wrong_type(format!("{name}.__dlpack_device__() is no pair of ints")))?;
-    let place = match i32::try_from(kind).unwrap_or(0) {
-        CPU | CUDA_HOST => Place::Host,
-        CUDA | CUDA_MANAGED => {
-            Place::Cuda(u32::try_from(id).map_err(|_| Fault::value(format!("{name} is on device {id}")))?)
-        }
-        _ => {
-            return Err(Fault::value(format!(
-                "{name} is on a device of DLPack kind {kind}, not cpu or cuda"
-            ))
-            .into());
-        }
+    let place = match (i32::try_from(kind), i32::try_from(id)) {
+        (Ok(kind), Ok(id)) => place(kind, id),
+        _ => None,
     };
+    let place = place.ok_or_else(|| {
+        Fault::value(format!("{name} is on device {id} of DLPack kind {kind}, not cpu or cuda"))
+    })?;
     // The capsule stays unconsumed: its own destructor gives the tensor back when we let go of it.
     let capsule = object.call_method0("__dlpack__")?;
     // SAFETY: any object may be asked; the name is a C string.
@@ -73,38 +132,26 @@ pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tenso
     // SAFETY: a capsule of this name holds a DLManagedTensor, which the capsule keeps alive.
     let tensor = unsafe { &managed.as_ref().tensor };
     let bad = |what: String| Fault::wrong_type(format!("{name}: its DLPack tensor has {what}"));
-    let ndim = usize::try_from(tensor.ndim).map_err(|_| bad(format!("{} axes", tensor.ndim)))?;
-    let list = |first: *mut i64| -> Option<Vec<i64>> {
-        match (NonNull::new(first), ndim) {
-            (_, 0) => Some(Vec::new()),
-            (None, _) => None,
-            // SAFETY: DLPack's contract: `ndim` numbers at each non-null list.
-            (Some(first), _) => Some(unsafe { std::slice::from_raw_parts(first.as_ptr(), ndim) }.to_vec()),
-        }
-    };
-    let shape = list(tensor.shape).ok_or_else(|| bad("no shape".to_owned()))?;
-    let strides = list(tensor.strides).unwrap_or_else(|| contiguous(&shape));
-    let bits = u64::from(tensor.bits) * u64::from(tensor.lanes);
-    if !bits.is_multiple_of(8) || bits == 0 {
-        return Err(bad(format!("elements of {bits} bits")).into());
-    }
-    let kind = match tensor.code {
-        _ if tensor.lanes != 1 => 'x',
-        0 => 'i',
-        1 => 'u',
-        2 => 'f',
-        3 => 'V',
-        4 if bits == 16 => 'b',
-        _ => 'x',
-    };
-    let element = match kind {
-        'b' => Element::Kv(DType::Bf16),
-        kind => Element::of_kind(kind, bits / 8),
-    };
+    // SAFETY: as above.
+    let (shape, strides) = unsafe { tensor.dims() }.ok_or_else(|| bad("no shape".to_owned()))?;
+    let element = element(tensor.code, tensor.bits, tensor.lanes);
+    let element = element.ok_or_else(|| {
+        bad(format!("elements of {} bits", u64::from(tensor.bits) * u64::from(tensor.lanes)))
+    })?;
     let addr = (tensor.data.expose_provenance() as u64).checked_add(tensor.byte_offset);
     let addr = addr.ok_or_else(|| bad("an address that wraps".to_owned()))?;
     let owner = capsule.unbind();
-    Ok(Some(Tensor { addr, shape, strides, element, place, read_only: false, torch: false, owner }))
+    Ok(Some(Tensor {
+        addr,
+        shape,
+        strides,
+        element,
+        place,
+        read_only: false,
+        torch: false,
+        owned: false,
+        owner,
+    }))
 }
 
 /// What an exported capsule owns.

@@ -50,7 +50,7 @@ pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tenso
         true => driver::device_of(addr).map_or(Place::Cuda(0), Place::Cuda),
     };
     let owner = object.clone().unbind();
-    Ok(Some(Tensor { addr, shape, strides, element, place, read_only, torch: false, owner }))
+    Ok(Some(Tensor { addr, shape, strides, element, place, read_only, torch: false, owned: false, owner }))
 }
 
 /// `<f4`, `|u1`, `<V2`: byte order, kind, bytes. Swapped byte order is not moved as if it were native.
@@ -84,7 +84,7 @@ pub(super) fn contiguous(shape: &[i64]) -> Vec<i64> {
     strides
 }
 
-fn in_elements(shape: &[i64], bytes: &[i64], size: u64) -> Option<Vec<i64>> {
+pub(super) fn in_elements(shape: &[i64], bytes: &[i64], size: u64) -> Option<Vec<i64>> {
     let size = i64::try_from(size).ok().filter(|size| *size > 0)?;
     let convert = |(len, stride): (&i64, &i64)| match (*len <= 1, stride % size) {
         (true, _) => Some(stride / size),

@@ -1,5 +1,7 @@
 //! Torch tensors, and whatever has their methods.
 
+use std::sync::Mutex;
+
 use maru_transfer::Place;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,6 +12,7 @@ use super::{Tensor, place_of};
 use crate::args;
 use crate::dtype::{self, Element};
 use crate::errors::{Fault, Result};
+use crate::process::lock;
 
 /// `None` for an object without `data_ptr()`.
 pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tensor>> {
@@ -54,6 +57,7 @@ pub(super) fn read(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tenso
         place,
         read_only: false,
         torch,
+        owned: false,
         owner: object.clone().unbind(),
     }))
 }
@@ -73,25 +77,51 @@ fn element(object: &Bound<'_, PyAny>, name: &str) -> Result<Element> {
 
 /// Torch, if the process has loaded it. It is never imported from here.
 fn torch(py: Python<'_>) -> Option<Bound<'_, PyAny>> {
-    static TORCH: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    if let Some(torch) = TORCH.get(py) {
-        return Some(torch.bind(py).clone());
-    }
-    let modules = py.import("sys").ok()?.getattr("modules").ok()?;
-    let torch = modules.get_item("torch").ok()?;
     // A module that is being imported has no Tensor yet.
-    torch.getattr("Tensor").ok()?;
-    Some(TORCH.get_or_init(py, || torch.unbind()).bind(py).clone())
+    class(py)?;
+    super::loaded(py, "torch")
+}
+
+/// `torch.Tensor`, if torch is loaded.
+pub(super) fn class(py: Python<'_>) -> Option<Bound<'_, PyAny>> {
+    static TENSOR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    super::loaded_class(py, &TENSOR, "torch", "Tensor")
 }
 
 /// Whether it is torch's own tensor.
 pub(crate) fn is_torch(object: &Bound<'_, PyAny>) -> bool {
-    static TENSOR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let py = object.py();
-    let class = TENSOR.get_or_try_init(py, || {
-        torch(py).and_then(|torch| torch.getattr("Tensor").ok()).map(Bound::unbind).ok_or(())
-    });
-    class.is_ok_and(|class| object.is_instance(class.bind(py)).unwrap_or(false))
+    class(object.py()).is_some_and(|class| object.is_instance(&class).unwrap_or(false))
+}
+
+/// Devices of torch whose place is known: few, and torch makes the name of a device's type anew for each question.
+static DEVICES: Mutex<Vec<(Py<PyAny>, Place)>> = Mutex::new(Vec::new());
+const MOST_DEVICES: usize = 64;
+
+/// Whether it is a `torch.device`. Comparing those runs no Python code.
+fn is_device(object: &Bound<'_, PyAny>) -> bool {
+    static DEVICE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let class = super::loaded_class(object.py(), &DEVICE, "torch", "device");
+    class.is_some_and(|class| object.get_type_ptr().cast() == class.as_ptr())
+}
+
+/// The place of a `torch.device` that was met before.
+pub(super) fn known_device(device: &Bound<'_, PyAny>) -> Option<Place> {
+    if !is_device(device) {
+        return None;
+    }
+    let known = lock(&DEVICES);
+    let same = |other: &Py<PyAny>| other.is(device) || device.eq(other).unwrap_or(false);
+    known.iter().find(|(other, _)| same(other)).map(|(_, place)| *place)
+}
+
+/// Remembers the place of a `torch.device` that always means the same.
+pub(super) fn remember_device(device: &Bound<'_, PyAny>, place: Place) {
+    if is_device(device) && known_device(device).is_none() {
+        let mut known = lock(&DEVICES);
+        if known.len() < MOST_DEVICES {
+            known.push((device.clone().unbind(), place));
+        }
+    }
 }
 
 pub(super) fn current_device(py: Python<'_>) -> Option<u32> {
@@ -101,6 +131,9 @@ pub(super) fn current_device(py: Python<'_>) -> Option<u32> {
 /// Torch's current stream of a device.
 pub(super) fn current_stream(py: Python<'_>, device: u32) -> Result<usize> {
     static RAW: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    if let Some(stream) = super::exchange::current_stream(py, device) {
+        return Ok(stream);
+    }
     let Some(torch) = torch(py) else { return Ok(0) };
     let raw = RAW.get_or_try_init(py, || -> PyResult<Py<PyAny>> {
         Ok(torch.getattr("_C")?.getattr("_cuda_getCurrentRawStream")?.unbind())
