@@ -21,6 +21,7 @@ mod layers;
 mod order;
 mod registration;
 mod sizes;
+mod slabs;
 mod slots;
 mod types;
 
@@ -36,6 +37,7 @@ fn main() {
             order::tests(),
             registration::tests(),
             sizes::tests(),
+            slabs::tests(),
             slots::tests(),
             types::tests(),
         ]
