@@ -13,12 +13,13 @@ type Error = Box<dyn std::error::Error>;
 
 /// Packages and their tests that have something to do on a device. Those of the command line drive a binary
 /// that is elsewhere.
-const TESTS: [(&str, &str); 5] = [
+const TESTS: [(&str, &str); 6] = [
     ("maru", "conformance"),
     ("maru", "faults"),
     ("maru-cxl", "cuda"),
     ("maru-fallback", "device_gpu"),
     ("maru-kernel-cuda", "gpu"),
+    ("maru-transfer", "calibration_gpu"),
 ];
 /// Benches by name, in whichever package has them.
 const BENCHES: [&str; 6] = ["direct", "staged", "interference", "fallback_device", "transfer", "host"];

@@ -26,12 +26,28 @@ pub struct Limits {
     pub blocks: u32,
     /// Most accesses of a launch, [`MAX_UNITS`] unless a test wants many launches.
     pub units: u32,
+    /// Most threads of a block, a multiple of 32.
+    pub threads: u32,
 }
 
 impl Limits {
     /// Launches of at most `blocks` thread blocks (0 counts as 1).
     pub fn blocks(blocks: u32) -> Self {
-        Limits { blocks: blocks.clamp(1, MAX_BLOCKS), units: MAX_UNITS }
+        Limits { blocks: blocks.clamp(1, MAX_BLOCKS), units: MAX_UNITS, threads: MAX_THREADS }
+    }
+
+    /// The same with smaller blocks: at most `threads`, rounded up to a whole number of warps.
+    #[must_use]
+    pub fn with_threads(mut self, threads: u32) -> Self {
+        self.threads = threads.div_ceil(32).saturating_mul(32).clamp(32, MAX_THREADS);
+        self
+    }
+
+    /// Blocks and threads for so many accesses.
+    pub(crate) fn shape(self, units: u32) -> (u32, u32) {
+        let most = self.with_threads(self.threads).threads;
+        let threads = units.div_ceil(32).saturating_mul(32).clamp(32, most);
+        (units.div_ceil(threads).clamp(1, self.blocks.clamp(1, MAX_BLOCKS)), threads)
     }
 }
 
@@ -75,14 +91,13 @@ impl Launch {
     }
 
     /// Sets the number of tokens, and what follows from it.
-    fn size(&mut self, kv_planes: u64, tokens: u64, blocks: u32) {
+    fn size(&mut self, kv_planes: u64, tokens: u64, limits: Limits) {
         let args = &mut self.args;
         args.tokens = narrow(tokens);
         (args.tokens_magic, args.tokens_shift) = division(args.tokens);
         args.units = narrow(kv_planes * u64::from(args.layers) * tokens * u64::from(args.token_units));
         // A short copy rather spreads over threads than keeps several loads in one.
-        self.threads = args.units.div_ceil(32).saturating_mul(32).clamp(32, MAX_THREADS);
-        self.blocks = args.units.div_ceil(self.threads).clamp(1, blocks.clamp(1, MAX_BLOCKS));
+        (self.blocks, self.threads) = limits.shape(args.units);
     }
 
     /// The same work with the slots (those of this launch) in the arguments: as many launches as that takes.
@@ -97,7 +112,7 @@ impl Launch {
             piece.args.first_token += *done;
             piece.args.slab += *done * whole.args.slab_token_stride;
             piece.args.slots = 0;
-            piece.size(planes, slots.len() as u64, whole.blocks);
+            piece.size(planes, slots.len() as u64, Limits::blocks(whole.blocks).with_threads(whole.threads));
             *done += slots.len() as u64;
             Some((piece, slots))
         })
@@ -261,7 +276,7 @@ impl Iterator for Launches {
         }
         args.first_token = token;
         args.layers = narrow(layers);
-        launch.size(g.kv_planes, tokens, self.limits.blocks);
+        launch.size(g.kv_planes, tokens, self.limits);
         Some(launch)
     }
 }

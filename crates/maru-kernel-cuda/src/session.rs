@@ -8,7 +8,7 @@ use maru_driver::stream as streams;
 use maru_layout::{CopyJob, JobSlots};
 
 use crate::abi::{INLINE_SLOTS, PagedCopyInlineArgs};
-use crate::geometry::{Addresses, BatchLaunch, Launch, Launches, Limits, SlotSource};
+use crate::geometry::{Addresses, BatchLaunch, Launch, Launches, SlotSource};
 use crate::launched::{Mark, State};
 use crate::ring::{CAPACITY, SlotLists};
 use crate::tickets::Ticket;
@@ -46,6 +46,16 @@ impl<'a> Session<'a> {
         self.lists.finish()
     }
 
+    /// Uploads the slots of jobs that will share launches, before anything that could keep the copy engine busy.
+    /// What finds no room is uploaded, or passed by value, with its launch.
+    pub(crate) fn upload(&mut self, jobs: impl Iterator<Item = &'a CopyJob>) -> Result<(), KernelError> {
+        let lists = jobs.filter_map(|job| match job.slots() {
+            JobSlots::Host { slots, .. } => slots.get(usize::try_from(job.skip()).ok()?..),
+            JobSlots::Device { .. } | _ => None,
+        });
+        self.lists.upload(lists).map(drop)
+    }
+
     /// Queues the launches of one job.
     ///
     /// # Safety
@@ -66,7 +76,7 @@ impl<'a> Session<'a> {
         };
         // Looks at the job before a ticket is taken.
         let addresses = Addresses { planes: self.planes.addr(), error: 0 };
-        let limits = Limits::blocks(self.options.sm_budget);
+        let limits = self.options.limits();
         let mut launches = Launches::new(job, source, addresses, limits)?;
         if launches.is_empty() {
             return Ok(State::Empty);
@@ -105,7 +115,7 @@ impl<'a> Session<'a> {
         }
         // A graph must not use the ring.
         let batches = jobs.len() > 1 && !self.capturing;
-        let limits = Limits::blocks(self.options.sm_budget);
+        let limits = self.options.limits();
         let mut rest = jobs;
         while let Some(job) = rest.first() {
             let batch =

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use maru_layout::{CopyJob, Direction, JobSlots};
 
-use super::{Addresses, Launches, Limits, MAX_BLOCKS, MAX_THREADS, MAX_UNITS, SlotSource};
+use super::{Addresses, Launches, Limits, MAX_UNITS, SlotSource};
 use super::{division, narrow, window};
 use crate::abi::{BATCH_SLABS, Entry, PagedCopyBatchArgs, PagedCopySlab};
 
@@ -63,13 +63,13 @@ impl BatchLaunch {
         copy.units *= narrow(taken as u64);
         let planes = launch.args.units / (launch.args.tokens * launch.args.token_units);
         let (planes_magic, planes_shift) = division(planes);
-        let threads = copy.units.div_ceil(32).saturating_mul(32).clamp(32, MAX_THREADS);
+        let (blocks, threads) = limits.shape(copy.units);
         Some(BatchLaunch {
             jobs: taken,
             tokens: copy.tokens,
             first_token: launch.first_token,
             entry: Entry::batch(first.direction()),
-            blocks: copy.units.div_ceil(threads).clamp(1, limits.blocks.clamp(1, MAX_BLOCKS)),
+            blocks,
             threads,
             args: PagedCopyBatchArgs { copy, planes, planes_magic, planes_shift, unused: 0, slabs },
         })

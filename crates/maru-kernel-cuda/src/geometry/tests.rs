@@ -97,7 +97,7 @@ fn work_beyond_the_limit_is_split_by_tokens_then_layers() {
     let job = job(20, slots, 2, Some(0x5000));
     let source = SlotSource::Device { addr: 0x800 };
     // One token of one layer is 2 * 16 accesses; 100 allow 3 layers of 1 token.
-    let got = launches(&job, source, Limits { blocks: 4, units: 100 });
+    let got = launches(&job, source, Limits { units: 100, ..Limits::blocks(4) });
     assert_eq!(got.len(), 18);
     for (i, launch) in (0u64..).zip(&got) {
         assert_eq!((launch.first_token, launch.args.layers, launch.args.units), (2 + i, 3, 96));
@@ -105,13 +105,13 @@ fn work_beyond_the_limit_is_split_by_tokens_then_layers() {
         assert_eq!(launch.args.error, 0x7000);
     }
     // 64 allow 2 layers: two launches a token, of which the first reports.
-    let got = launches(&job, source, Limits { blocks: 4, units: 64 });
+    let got = launches(&job, source, Limits { units: 64, ..Limits::blocks(4) });
     assert_eq!(got.len(), 36);
     assert_eq!((got[0].args.layers, got[0].args.error, got[0].args.planes), (2, 0x7000, 0x9000));
     assert_eq!((got[1].args.layers, got[1].args.error, got[1].args.planes), (1, 0, 0x9010));
     assert_eq!(got[1].args.slab - got[0].args.slab, 2 * 20 * 256);
     let addresses = Addresses { planes: 0x9000, error: 0 };
-    let limits = Limits { blocks: 4, units: 31 };
+    let limits = Limits { units: 31, ..Limits::blocks(4) };
     let error = Launches::new(&job, source, addresses, limits).unwrap_err();
     assert_eq!(error, KernelError::TokenTooLarge { units: 16, limit: 31 });
 }

@@ -46,6 +46,12 @@ impl<'a> Group<'a> {
         self.step == step && self.direction == direction && self.end() + piece.room() <= room
     }
 
+    /// The transfers that share launches, none if there is but one.
+    pub(super) fn sharing(&self) -> impl Iterator<Item = &'a CopyJob> {
+        let members = if self.members.len() > 1 { &self.members[..] } else { &[] };
+        members.iter().map(|(pieces, ..)| pieces.job())
+    }
+
     /// Whether both are of one step and direction.
     pub(super) fn goes_with(&self, other: &Group<'_>) -> bool {
         self.step == other.step && self.direction == other.direction

@@ -44,7 +44,7 @@ fn check(order: &Order, direction: Direction, source: Source) -> Result<(), Fail
         let images = Images::new(&cache, direction, tokens, &slots, skip, &mut rng);
         for (shifts, expected) in SHIFTS {
             for (units, descending) in [(1 << 30, false), (37 * 16, true)] {
-                let limits = Limits { blocks: 2, units };
+                let limits = Limits { units, ..Limits::blocks(2) };
                 let options = Options { limits, upload: None, descending };
                 let case =
                     Case { cache: &cache, direction, tokens, slots: &slots, skip, shifts, source, options };

@@ -166,7 +166,7 @@ fn check(input: &Input) -> Result<(), String> {
     let request =
         JobRequest { direction, slab: span, slots: mapping, skip_tokens: skip, partial: true, layers };
     let job = CopyJob::new(plan.into(), request).map_err(|e| e.to_string())?;
-    let limits = Limits { blocks: input.blocks_budget, units: input.units };
+    let limits = Limits { units: input.units, ..Limits::blocks(input.blocks_budget) };
     let options = Options { limits, upload: None, descending: input.descending };
     // SAFETY: cache, slab and slots are this function's memory, as large as the plan says.
     let ran = unsafe { run(&job, options) }.map_err(|e| e.to_string())?;

@@ -5,8 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{SIZES, STAGE_FROM};
 
-/// Staged must take at most this part of the direct time to be chosen.
-const AHEAD: f64 = 1.0 / 1.02;
+/// Staged may take this much of the direct time and is still chosen: it keeps the link's writes away from a busy
+/// GPU's multiprocessors, see docs/performance.md.
+const STILL_AS_FAST: f64 = 1.02;
 
 /// No time of a batch of at most 64 MiB is longer, in microseconds.
 const LONGEST: f64 = 60e6;
@@ -41,8 +42,8 @@ impl Sample {
         Sample { bytes, flat_us, direct_us, staged_us, copy_engine_us }
     }
 
-    fn staged_is_ahead(&self) -> bool {
-        self.staged_us.is_some_and(|staged| staged <= self.direct_us * AHEAD)
+    fn staged_is_as_fast(&self) -> bool {
+        self.staged_us.is_some_and(|staged| staged <= self.direct_us * STILL_AS_FAST)
     }
 
     fn copy_engine_is_ahead(&self) -> bool {
@@ -95,8 +96,8 @@ impl Row {
         }
     }
 
-    /// The smallest size from which staged was ahead, by 2 % there and at every larger size; [`u64::MAX`] if it
-    /// was not ahead at the largest one.
+    /// The smallest size from which staged was as fast as direct, within 2 % there and at every larger size;
+    /// [`u64::MAX`] if it was not at the largest one.
     ///
     /// Where the measurement ended early, the sizes it did not reach are staged from [`STAGE_FROM`] on.
     pub fn staged_from(&self) -> u64 {
@@ -106,7 +107,7 @@ impl Row {
                 None => u64::MAX,
             };
         for sample in self.samples.iter().rev() {
-            if !sample.staged_is_ahead() {
+            if !sample.staged_is_as_fast() {
                 break;
             }
             from = sample.bytes;

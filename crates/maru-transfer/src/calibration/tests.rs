@@ -52,18 +52,18 @@ fn staged_begins_where_it_is_ahead_for_good() {
 }
 
 #[test]
-fn two_percent_are_needed_at_every_size_from_there_on() {
+fn it_may_be_two_percent_behind_at_no_size_from_there_on() {
     let mut times = ahead(2);
     assert_eq!(staged_from(&times), 8 * MIB);
-    // A little less than 2 % at 16 MiB.
-    times[3].1 = 98.3;
+    // A little more than 2 % at 16 MiB.
+    times[3].1 = 102.1;
     assert_eq!(staged_from(&times), 32 * MIB);
-    times[3].1 = 98.0;
+    times[3].1 = 101.9;
     assert_eq!(staged_from(&times), 8 * MIB);
     // A lucky small one before a bad one is luck.
     times[0].1 = 10.0;
     assert_eq!(staged_from(&times), 8 * MIB);
-    times[5].1 = 99.0;
+    times[5].1 = 103.0;
     assert_eq!(staged_from(&times), u64::MAX);
 }
 
