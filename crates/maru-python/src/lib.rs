@@ -22,6 +22,7 @@ mod region;
 mod request;
 mod tensor;
 mod transfer;
+mod waiting;
 mod words;
 
 use pyo3::prelude::*;

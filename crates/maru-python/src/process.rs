@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 use crate::errors::Fault;
 use crate::legacy::Registrations;
 use crate::memory::Memory;
+use crate::waiting::Waiters;
 
 /// Finished transfers looked for per call; more would make a call's cost depend on the queue's length.
 const REAPED_PER_CALL: usize = 4;
@@ -33,6 +34,7 @@ pub(crate) struct Process {
     failed: Mutex<Option<Fault>>,
     pub(crate) memory: Memory,
     pub(crate) registrations: Registrations,
+    pub(crate) waiters: Waiters,
 }
 
 /// A transfer nobody holds, with what must live until it is over.
@@ -139,6 +141,7 @@ impl Process {
             failed: Mutex::default(),
             memory: Memory::default(),
             registrations: Registrations::default(),
+            waiters: Waiters::default(),
         }
     }
 

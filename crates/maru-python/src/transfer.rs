@@ -1,6 +1,6 @@
 //! `Transfer`: when is it done, and who moved it?
 
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::Mutex;
 
 use maru_layout::LayoutError;
 use maru_transfer::{Place, Stream, Transfer, TransferError};
@@ -11,6 +11,7 @@ use crate::errors::{Fault, Result, detached, guard};
 use crate::process::{lock, pid, process};
 use crate::region::no_pickle;
 use crate::tensor::stream_or_current;
+use crate::waiting::Waiter;
 
 struct State {
     /// `None` once it is over.
@@ -67,43 +68,41 @@ impl PyTransfer {
         }
     }
 
-    /// Asks the transfer with the GIL released, and gives back what it kept if that showed that it is over. `None`
-    /// while another thread waits for it.
+    /// Asks the transfer with the GIL released, and gives back what it kept if that showed that it is over.
     fn ask<T: Send>(
         &self,
         py: Python<'_>,
-        block: bool,
         question: impl FnOnce(&mut State) -> Result<T, Fault> + Send,
-    ) -> Result<Option<T>> {
+    ) -> Result<T> {
         self.here()?;
         let (answer, kept) = detached(py, || {
-            let Some(mut state) = self.take(block) else { return Ok((Ok(None), Vec::new())) };
+            let mut state = lock(&self.state);
             let answer = question(&mut state);
             let over = state.transfer.is_none();
-            Ok((answer.map(Some), if over { std::mem::take(&mut state.keep) } else { Vec::new() }))
+            Ok((answer, if over { std::mem::take(&mut state.keep) } else { Vec::new() }))
         })?;
         // With the GIL, outside the lock: an object's finaliser may ask this transfer.
         drop(kept);
         Ok(answer?)
     }
 
+    /// Blocks until the transfer or a layer of it is over, or has failed. Nothing is locked meanwhile.
+    fn block(&self, py: Python<'_>, layer: Option<u32>) -> Result<()> {
+        self.here()?;
+        let Place::Cuda(device) = self.place else { return Ok(()) };
+        Ok(detached(py, || {
+            let waiter = lock(&self.state).waiter(device, layer);
+            // Whoever asks the transfer next is told what went wrong.
+            let _ = waiter.map(Waiter::wait);
+            Ok(())
+        })?)
+    }
+
     fn order(&self, py: Python<'_>, stream: Arg<'_, '_>, layer: Option<u32>) -> Result<()> {
         let stream = stream_or_current(py, self.place, stream)?;
         // SAFETY: a live stream of the device, as the caller states, or torch's current one.
         let stream = unsafe { Stream::cuda(stream) };
-        let order = |transfer: &mut Transfer| match layer {
-            Some(layer) => transfer.order_before_layer(stream, layer),
-            None => transfer.order_before(stream),
-        };
-        self.ask(py, true, |state| state.with((), order)).map(drop)
-    }
-
-    fn take(&self, block: bool) -> Option<MutexGuard<'_, State>> {
-        match self.state.try_lock() {
-            Ok(state) => Some(state),
-            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
-            Err(TryLockError::WouldBlock) => block.then(|| lock(&self.state)),
-        }
+        self.ask(py, |state| state.order_before(stream, layer))
     }
 }
 
@@ -128,6 +127,29 @@ impl State {
         })
     }
 
+    fn order_before(&mut self, stream: Stream, layer: Option<u32>) -> Result<(), Fault> {
+        self.with((), |transfer| match layer {
+            Some(layer) => transfer.order_before_layer(stream, layer),
+            None => transfer.order_before(stream),
+        })
+    }
+
+    /// Something that waits for it, or for one of its layers; `None` if there is no need, or it cannot be had.
+    fn waiter(&mut self, device: u32, layer: Option<u32>) -> Option<Waiter> {
+        let over = self.with(true, |transfer| match layer {
+            Some(layer) => transfer.layer_done(layer),
+            None => transfer.is_done(),
+        });
+        if !matches!(over, Ok(false)) {
+            return None;
+        }
+        let waiter = Waiter::on(device).ok()?;
+        // SAFETY: a live stream of the device, which waits for this alone.
+        let stream = unsafe { Stream::cuda(waiter.handle()) };
+        self.order_before(stream, layer).ok()?;
+        Some(waiter)
+    }
+
     fn wait(&mut self) -> Result<(), Fault> {
         if let Some(transfer) = self.transfer.take()
             && let Err(e) = transfer.wait()
@@ -150,7 +172,10 @@ impl State {
 impl PyTransfer {
     /// Blocks until it is over, with the GIL released. Raises what went wrong in flight.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
-        guard(py, || self.ask(py, true, State::wait).map(drop))
+        guard(py, || {
+            self.block(py, None)?;
+            self.ask(py, State::wait)
+        })
     }
 
     /// Blocks until a layer of the cache is where it should be; of a transfer that was not submitted with
@@ -158,22 +183,21 @@ impl PyTransfer {
     fn wait_layer(&self, py: Python<'_>, layer: &Bound<'_, PyAny>) -> PyResult<()> {
         guard(py, || {
             let layer = self.layer(layer)?;
-            self.ask(py, true, |state| state.with((), |t| t.wait_layer(layer))).map(drop)
+            self.block(py, Some(layer))?;
+            self.ask(py, |state| state.with((), |t| t.wait_layer(layer)))
         })
     }
 
     /// Whether it is over. Raises what went wrong in flight.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        // Another thread that waits for it knows that it is not over.
-        guard(py, || Ok(self.ask(py, false, State::is_done)?.unwrap_or(false)))
+        guard(py, || self.ask(py, State::is_done))
     }
 
     /// Whether a layer of the cache is where it should be.
     fn layer_done(&self, py: Python<'_>, layer: &Bound<'_, PyAny>) -> PyResult<bool> {
         guard(py, || {
             let layer = self.layer(layer)?;
-            let done = self.ask(py, false, |state| state.with(true, |t| t.layer_done(layer)))?;
-            Ok(done.unwrap_or(false))
+            self.ask(py, |state| state.with(true, |t| t.layer_done(layer)))
         })
     }
 

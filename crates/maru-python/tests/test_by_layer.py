@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
+import time
 import weakref
 
 import maru_kv_ops as m
@@ -169,6 +171,33 @@ def test_batches_by_layer(rig):
     rig.gate.open()
     transfer.wait()
     assert (transfer.backend, transfer.strategy) == rig.moved_by
+
+
+@pytest.mark.parametrize("waits_for", ("all", "a layer"))
+def test_others_ask_while_threads_wait(rig, waits_for):
+    """Threads that wait hold nothing: the thread of the model orders its layers meanwhile."""
+    event = rig.held_event()
+    transfer = rig.engine.store(rig.paged, SLOTS, rig.slab, after=[None, event], stream=rig.stream)
+    over = []
+    wait = transfer.wait if waits_for == "all" else lambda: transfer.wait_layer(2)
+    threads = [threading.Thread(target=lambda: over.append(wait())) for _ in range(3)]
+    for t in threads:
+        t.start()
+    transfer.wait_layer(0)
+    compute = driver.stream()
+    begun = time.monotonic()
+    for _ in range(50):
+        transfer.order_before_layer(0, compute)
+        assert transfer.layer_done(0) and not transfer.layer_done(1) and not transfer.done()
+    driver("cuStreamSynchronize", ctypes.c_void_p(compute))
+    assert time.monotonic() - begun < 5 and not over
+    rig.gate.open()
+    for t in threads:
+        t.join(10)
+        assert not t.is_alive()
+    assert over == [None] * 3
+    transfer.wait()
+    assert np.array_equal(rig.slab, rig.expected)
 
 
 @pytest.mark.parametrize("let_go", (False, True))
