@@ -311,3 +311,25 @@ def test_a_known_cache_that_is_given_back_is_noticed():
     memory[1].close()
     with pytest.raises(ValueError, match="layer 1 plane 0: .* no memory any more"):
         m.multi_layer_kv_transfer(**given)
+
+
+@pytest.mark.parametrize("odd", ("ints", "numpy ints", "bool", "too large", "too small", "float", "none"))
+@pytest.mark.parametrize("kind", (list, tuple))
+def test_lists_of_numbers(kind, odd):
+    """Plain ints are read by a way of their own; anything else in the list takes the general one."""
+    cache, slab = Cache(1), Cache(1).slab(8)
+    slots = list(SLOTS)
+    given = lambda: cache.legacy(slab, kind(slots), D2H)  # noqa: E731
+    expected = cache.slab(8)
+    if odd in ("ints", "numpy ints", "bool"):
+        slots[3] = {"ints": 0, "numpy ints": np.int64(0), "bool": False}[odd]
+        cache.gather(expected, SLOTS)
+        m.multi_layer_kv_transfer(**given())
+        assert np.array_equal(slab, expected)
+        return
+    slots[3], error = {
+        "too large": (2**63, OverflowError), "too small": (-(2**63) - 1, OverflowError), "float": (0.0, TypeError), "none": (None, TypeError),
+    }[odd]  # fmt: skip
+    with pytest.raises(error, match="slot_mapping"):
+        m.multi_layer_kv_transfer(**given())
+    assert not slab.any()
