@@ -319,7 +319,7 @@ def test_lists_of_numbers(kind, odd):
     """Plain ints are read by a way of their own; anything else in the list takes the general one."""
     cache, slab = Cache(1), Cache(1).slab(8)
     slots = list(SLOTS)
-    given = lambda: cache.legacy(slab, kind(slots), D2H)  # noqa: E731
+    given = lambda: cache.legacy(slab, [], D2H, slot_mapping=kind(slots))  # noqa: E731
     expected = cache.slab(8)
     if odd in ("ints", "numpy ints", "bool"):
         slots[3] = {"ints": 0, "numpy ints": np.int64(0), "bool": False}[odd]
