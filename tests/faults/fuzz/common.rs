@@ -21,30 +21,32 @@ pub(crate) fn accepted() -> u64 {
 }
 
 /// Numbers where things go wrong.
+pub(crate) const EDGES: [i64; 16] = [
+    0,
+    -1,
+    i64::MIN,
+    i64::MAX,
+    i64::MAX - 1,
+    1 << 31,
+    (1 << 31) - 1,
+    (1 << 31) + 1,
+    1 << 32,
+    (1 << 32) - 1,
+    1 << 40,
+    1 << 52,
+    1 << 61,
+    1 << 62,
+    4096,
+    4095,
+];
+
+/// Small numbers, usual ones, and those where things go wrong.
 pub(crate) fn edge() -> impl Strategy<Value = i64> {
-    let edges = [
-        0,
-        -1,
-        i64::MIN,
-        i64::MAX,
-        i64::MAX - 1,
-        1 << 31,
-        (1 << 31) - 1,
-        (1 << 31) + 1,
-        1 << 32,
-        (1 << 32) - 1,
-        1 << 40,
-        1 << 52,
-        1 << 61,
-        1 << 62,
-        4096,
-        4095,
-    ];
     prop_oneof![
         10 => 1i64..5,
         4 => select(&[8i64, 16, 32, 64, 128, 256, 576][..]),
         3 => 1i64..300,
-        2 => select(edges.to_vec()),
+        2 => select(EDGES.to_vec()),
         1 => any::<i64>(),
     ]
 }

@@ -12,7 +12,8 @@ fn fact() -> impl Strategy<Value = Option<u64>> {
     prop_oneof![8 => Just(None), 3 => edge().prop_map(|n| Some(n.unsigned_abs()))]
 }
 
-const ORDERS: [&str; 12] = [
+/// Orders of axes that engines have.
+pub(crate) const ORDERS: [&str; 12] = [
     "block,kv,token,head,dim",
     "kv,block,token,head,dim",
     "block,kv,head,token,dim",
@@ -75,7 +76,8 @@ pub(crate) fn inputs() -> impl Strategy<Value = Tensor> {
     })
 }
 
-fn dense_strides(shape: &[i64], pads: &[i64], seed: u64) -> Vec<i64> {
+/// Strides without overlap, the axes in an order that the seed says, with pads where it says so.
+pub(crate) fn dense_strides(shape: &[i64], pads: &[i64], seed: u64) -> Vec<i64> {
     let mut order: Vec<usize> = (0..shape.len()).collect();
     for i in (1..order.len().saturating_sub(1)).rev() {
         order.swap(i, (seed >> (3 * i)) as usize % (i + 1));

@@ -21,11 +21,11 @@ const HEADER: usize = 4096;
 /// What is done to the bytes: random ones somewhere, and numbers in the fields; then the checks are made good.
 #[derive(Clone, Debug)]
 pub(crate) struct Edit {
-    numbers: Vec<(usize, u64)>,
-    entry_numbers: Vec<(usize, u64)>,
-    bytes: Vec<(usize, Vec<u8>)>,
-    mend: bool,
-    truncate: Option<usize>,
+    pub(crate) numbers: Vec<(usize, u64)>,
+    pub(crate) entry_numbers: Vec<(usize, u64)>,
+    pub(crate) bytes: Vec<(usize, Vec<u8>)>,
+    pub(crate) mend: bool,
+    pub(crate) truncate: Option<usize>,
 }
 
 /// Edits of a few fields, bytes and lengths.

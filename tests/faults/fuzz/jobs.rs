@@ -15,16 +15,16 @@ use super::common::{accept, edge, worded};
 /// What a mover could be asked for.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
-    spec: StridedSpec,
-    base: u64,
-    layers: u64,
-    slab: ([u64; 3], [u64; 3], DType, bool),
-    span: SlabSpan,
-    slots: SlotMapping,
-    skip: u64,
-    partial: bool,
-    range: Option<(u32, u32)>,
-    direction: Direction,
+    pub(crate) spec: StridedSpec,
+    pub(crate) base: u64,
+    pub(crate) layers: u64,
+    pub(crate) slab: ([u64; 3], [u64; 3], DType, bool),
+    pub(crate) span: SlabSpan,
+    pub(crate) slots: SlotMapping,
+    pub(crate) skip: u64,
+    pub(crate) partial: bool,
+    pub(crate) range: Option<(u32, u32)>,
+    pub(crate) direction: Direction,
 }
 
 fn count() -> impl Strategy<Value = u64> {
@@ -73,14 +73,8 @@ pub(crate) fn inputs() -> impl Strategy<Value = Job> {
     (geometry, dtype(), base, slab, span, slots, rest).prop_map(
         |(g, dtype, base, slab, span, slots, (skip, partial, range, gather))| {
             let (num_blocks, block_size, num_heads, head_size, layers, free, dense, pad) = g;
-            let [mut block_stride, mut token_stride, mut head_stride, mut kv_stride, layer_stride] = free;
-            if dense {
-                head_stride = head_size.wrapping_mul(dtype.size());
-                token_stride = head_stride.wrapping_mul(num_heads).wrapping_add(pad);
-                block_stride = token_stride.wrapping_mul(block_size).wrapping_add(pad);
-                kv_stride = block_stride.wrapping_mul(num_blocks);
-            }
-            let spec = StridedSpec {
+            let [block_stride, token_stride, head_stride, kv_stride, layer_stride] = free;
+            let mut spec = StridedSpec {
                 dtype,
                 row_kind: RowKind::Plain,
                 kv_planes: 1 + pad % 2,
@@ -95,11 +89,22 @@ pub(crate) fn inputs() -> impl Strategy<Value = Job> {
                 token_stride,
                 head_stride,
             };
+            if dense {
+                pack(&mut spec, pad);
+            }
             let direction = if gather { Direction::Gather } else { Direction::Scatter };
             let span = SlabSpan { host: span.0, device: span.1, len: span.2 };
             Job { spec, base, layers, slab, span, slots, skip, partial, range, direction }
         },
     )
+}
+
+/// Strides that fit the counts, with some bytes between tokens and between blocks.
+pub(crate) fn pack(spec: &mut StridedSpec, pad: u64) {
+    spec.head_stride = spec.head_size.wrapping_mul(spec.dtype.size());
+    spec.token_stride = spec.head_stride.wrapping_mul(spec.num_heads).wrapping_add(pad);
+    spec.block_stride = spec.token_stride.wrapping_mul(spec.block_size).wrapping_add(pad);
+    spec.kv_stride = spec.block_stride.wrapping_mul(spec.num_blocks);
 }
 
 /// A job that is made stays inside its planes and its slab, whatever was asked.
