@@ -13,7 +13,7 @@ use pyo3::types::{PyBytes, PyDict};
 use crate::args;
 use crate::errors::{Fault, Result, detached, guard};
 use crate::memory::Tracked;
-use crate::process::{Owned, lock};
+use crate::process::{Owned, lock, process};
 use crate::region::{PySlab, no_pickle};
 
 /// The window of a call, or the first pool of the configuration.
@@ -64,7 +64,12 @@ impl PyPool {
     fn alloc(&self, py: Python<'_>) -> PyResult<Option<PySlab>> {
         guard(py, || {
             let pool = self.pool.get("Pool")?;
-            let pooled = detached(py, || Ok(pool.alloc()?))?;
+            let mut pooled = detached(py, || Ok(pool.alloc()?))?;
+            if pooled.is_none() {
+                // Transfers that are over, but have not been asked, hold slabs.
+                process().reap_some(py);
+                pooled = detached(py, || Ok(pool.alloc()?))?;
+            }
             Ok(pooled.map(|p| PySlab::new(p.slab().clone(), Arc::clone(&self.tracked), Some(p))))
         })
     }

@@ -16,8 +16,9 @@ use crate::legacy::Registrations;
 use crate::memory::Memory;
 use crate::waiting::Waiters;
 
-/// Finished transfers looked for per call; more would make a call's cost depend on the queue's length.
-const REAPED_PER_CALL: usize = 4;
+/// Transfers that nobody holds before it is asked which of them are over, and most that are given back at once: a
+/// call's cost must not depend on the queue's length.
+const REAPED_AT: usize = 4;
 
 /// Takes a lock whose data is valid at every step, so that a panic elsewhere does not spread.
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -191,12 +192,20 @@ impl Process {
         lock(&self.in_flight).push_back(InFlight { transfer, keep });
     }
 
-    /// Gives back what finished transfers held. The GIL is held, so that objects can be dropped.
-    pub(crate) fn reap(&self, _py: Python<'_>) {
+    /// Gives back what finished transfers held, now and then: asking for the oldest of a few finds it over, where
+    /// asking for the newest would be in vain. The GIL is held, so that objects can be dropped.
+    pub(crate) fn reap(&self, py: Python<'_>) {
+        if lock(&self.in_flight).len() >= REAPED_AT {
+            self.reap_some(py);
+        }
+    }
+
+    /// The same whatever their number.
+    pub(crate) fn reap_some(&self, _py: Python<'_>) {
         let mut over = Vec::new();
         {
             let mut queue = lock(&self.in_flight);
-            while over.len() < REAPED_PER_CALL {
+            while over.len() < REAPED_AT {
                 match queue.front_mut().map(|first| first.transfer.is_done()) {
                     Some(Ok(false)) | None => break,
                     Some(outcome) => {

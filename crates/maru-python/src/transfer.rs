@@ -174,7 +174,9 @@ impl PyTransfer {
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         guard(py, || {
             self.block(py, None)?;
-            self.ask(py, State::wait)
+            let outcome = self.ask(py, State::wait);
+            process().reap_some(py);
+            outcome
         })
     }
 

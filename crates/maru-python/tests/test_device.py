@@ -235,6 +235,37 @@ def test_objects_live_until_the_device_is_done():
     assert alive() is None
 
 
+def test_what_finished_transfers_held_is_given_back():
+    """Also without a wait: by later calls, and at once where a pool needs it."""
+    import gc
+    import tempfile
+    import weakref
+
+    cache = Cache(1)
+    paged = tensors_as_cache(OnDevice(cache), 1)
+    engine = m.Engine({"maru_device": "cuda:0", "maru_kv_chunk_tokens": 8})
+    slab = driver.pinned(cache.slab(8).shape)
+    alive = []
+    for _ in range(20):
+        slots = DeviceArray(driver, np.array(SLOTS))
+        alive.append(weakref.ref(slots))
+        engine.store(paged, slots, slab)
+        del slots
+        driver("cuCtxSynchronize")
+    assert sum(a() is not None for a in alive) <= 5
+    engine.store(paged, SLOTS, slab).wait()
+    gc.collect()
+    assert sum(a() is not None for a in alive) <= 1
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        pool = engine.create_pool(paged.slab_bytes(8), f"{folder}/pool", size=8 << 20)
+        slabs = [pool.alloc() for _ in range(pool.stats()["free"])]
+        assert pool.alloc() is None
+        engine.store(paged, SLOTS, slabs.pop())
+        driver("cuCtxSynchronize")
+        assert pool.alloc() is not None
+        del slabs, pool
+
+
 @pytest.mark.parametrize("fmt,waits", ((1, False), (9, False), (6, True)))
 def test_block_ids_on_the_device_are_not_read_here_where_blocks_are_rows(fmt, waits):
     cache = Cache(fmt, blocks=6, block_op=True)
