@@ -81,6 +81,9 @@ impl CopyJob {
         let mut list = Vec::new();
         let lead = self.skip() * row;
         let flat = self.plan().flattened();
+        if self.is_empty() {
+            return Some(Pieces { job: self.clone(), flat, list });
+        }
         // Some layers: K and V together if they fit.
         if count < g.layers && g.kv_planes > 1 && count > 0 && count * g.kv_planes <= per_piece {
             let (width, run_stride) = (moved * row, g.layers * strip);

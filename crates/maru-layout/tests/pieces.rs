@@ -192,3 +192,12 @@ fn k_and_v_of_a_layer_are_one_piece_if_they_fit() {
     assert_eq!(piece.bytes(), 2 * 2 * 48);
     assert_eq!(job.pieces(strip).expect("packed").list().len(), 2);
 }
+
+#[test]
+fn nothing_has_no_pieces() {
+    let w = world();
+    for (slots, skip) in [(&[-1i64, -1][..], 0), (&[3, 4], 2)] {
+        let job = job(&w, Direction::Scatter, slots, skip, None);
+        assert!(job.pieces(1 << 20).expect("packed").list().is_empty());
+    }
+}

@@ -28,26 +28,6 @@ impl Lanes {
             Direction::Gather => (self.kernel, self.copy_out),
         }
     }
-
-    /// Marks on the first stream of a direction what the last is to wait for; nothing to do for one stream.
-    ///
-    /// # Safety
-    /// The ticket's pool is alive, and so are the streams; the context is current.
-    pub(super) unsafe fn pass(self, event: &Ticket, direction: Direction) -> Result<(), KernelError> {
-        let (first, last) = self.ends(direction);
-        // SAFETY: the caller's promise.
-        if first == last { Ok(()) } else { Ok(unsafe { event.record(first) }?) }
-    }
-
-    /// The last stream waits for what [`Lanes::pass`] marked.
-    ///
-    /// # Safety
-    /// As [`Lanes::pass`].
-    pub(super) unsafe fn meet(self, event: &Ticket, direction: Direction) -> Result<(), KernelError> {
-        let (first, last) = self.ends(direction);
-        // SAFETY: the caller's promise.
-        if first == last { Ok(()) } else { Ok(unsafe { event.order_before(last) }?) }
-    }
 }
 
 /// What is queued on `to` from now on waits for what is on `from`; nothing to do for one stream.

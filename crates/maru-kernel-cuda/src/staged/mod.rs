@@ -244,7 +244,7 @@ impl Inner {
         session.upload(groups.iter().flat_map(Group::sharing))?;
         let start = ring.start;
         let (kernel, ends) = (&self.kernel, [None, None]);
-        let mut pipeline = Pipeline { kernel, planes, ring, session, lanes, launched, ends, half: None };
+        let mut pipeline = Pipeline { kernel, planes, ring, session, lanes, launched, ends };
         let mut begun = [false; 2];
         for (i, group) in groups.iter().enumerate() {
             let (first, _) = lanes.ends(group.direction);
@@ -254,9 +254,6 @@ impl Inner {
             }
             let after = steps[group.step].after;
             if !after.is_null() && i.checked_sub(1).is_none_or(|i| !groups[i].goes_with(group)) {
-                // What does not wait for the event goes before what does.
-                // SAFETY: the caller's promises, passed on.
-                unsafe { pipeline.flush() }?;
                 // SAFETY: event and stream are the caller's promise, or this value's.
                 unsafe { wait_for(after, first) }?;
             }
@@ -264,8 +261,7 @@ impl Inner {
             // SAFETY: the caller's promises, passed on.
             unsafe { pipeline.push(group, closes) }?;
         }
-        // SAFETY: as above.
-        let ends = unsafe { pipeline.finish() }?;
+        let ends = pipeline.finish()?;
         if lanes.kernel != stream {
             // The caller's stream goes on when everything is done.
             // SAFETY: the stream is the caller's promise.

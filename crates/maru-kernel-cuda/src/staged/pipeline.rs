@@ -1,11 +1,11 @@
-//! The way of groups through the ring: each in two halves, into a buffer and out of it.
+//! The way of groups through the ring: into a buffer and out of it.
 
 use std::sync::Arc;
 
 use maru_layout::Direction;
 
 use super::group::Group;
-use super::lanes::Lanes;
+use super::lanes::{Lanes, order};
 use super::{Ring, StagedLaunch};
 use crate::launched::{Mark, State};
 use crate::session::Session;
@@ -23,50 +23,22 @@ pub(super) struct Pipeline<'a> {
     pub(super) launched: &'a mut [StagedLaunch],
     /// Where loads and stores have come to.
     pub(super) ends: [Option<Arc<Mark>>; 2],
-    /// The group that is on its way into its buffer.
-    pub(super) half: Option<Half<'a>>,
-}
-
-/// A group in a buffer.
-pub(super) struct Half<'a> {
-    group: &'a Group<'a>,
-    buffer: usize,
-    /// Whether it is the last of its step and direction.
-    closes: bool,
 }
 
 impl<'a> Pipeline<'a> {
-    /// Sends a group into the next buffer, then the one before it out of its buffer: streams may share a queue of the
-    /// device, and then only what is queued in this order overlaps.
+    /// Sends a group through the next buffer. `closes`: it is the last of its step and direction.
     ///
     /// # Safety
     /// As [`super::StagedMover::launch`]; the context is current.
-    pub(super) unsafe fn push(&mut self, group: &'a Group<'a>, closes: bool) -> Result<(), KernelError> {
+    pub(super) unsafe fn push(&mut self, group: &Group<'_>, closes: bool) -> Result<(), KernelError> {
         // SAFETY: the caller's promises, passed on.
         let buffer = unsafe { self.fill(group) }?;
-        match self.half.replace(Half { group, buffer, closes }) {
-            // SAFETY: as above.
-            Some(before) => unsafe { self.drain(&before) },
-            None => Ok(()),
-        }
-    }
-
-    /// Sends out what is in a buffer.
-    ///
-    /// # Safety
-    /// As [`Pipeline::push`].
-    pub(super) unsafe fn flush(&mut self) -> Result<(), KernelError> {
-        // SAFETY: the caller's promises, passed on.
-        self.half.take().map_or(Ok(()), |half| unsafe { self.drain(&half) })
+        // SAFETY: as above.
+        unsafe { self.drain(group, buffer, closes) }
     }
 
     /// Everything is pushed; where each direction ends.
-    ///
-    /// # Safety
-    /// As [`Pipeline::push`].
-    pub(super) unsafe fn finish(mut self) -> Result<[Option<Arc<Mark>>; 2], KernelError> {
-        // SAFETY: the caller's promises, passed on.
-        unsafe { self.flush() }?;
+    pub(super) fn finish(self) -> Result<[Option<Arc<Mark>>; 2], KernelError> {
         self.session.finish()?;
         Ok(self.ends)
     }
@@ -76,7 +48,7 @@ impl<'a> Pipeline<'a> {
     /// # Safety
     /// As [`Pipeline::push`].
     unsafe fn fill(&mut self, group: &Group<'_>) -> Result<usize, KernelError> {
-        let (first, _) = self.lanes.ends(group.direction);
+        let (first, last) = self.lanes.ends(group.direction);
         let index = self.ring.next;
         self.ring.next = (index + 1) % self.ring.buffers.len();
         let buffer = &self.ring.buffers[index];
@@ -95,8 +67,8 @@ impl<'a> Pipeline<'a> {
                 unsafe { self.session.put_many(&jobs, &mut parts) }?;
             }
         }
-        // SAFETY: the event is the mover's; the stream as above.
-        unsafe { self.lanes.pass(&buffer.full, group.direction) }?;
+        // SAFETY: the event is the mover's; the streams are the mover's or the caller's.
+        unsafe { order(&buffer.full, first, last) }?;
         Ok(index)
     }
 
@@ -104,12 +76,9 @@ impl<'a> Pipeline<'a> {
     ///
     /// # Safety
     /// As [`Pipeline::push`].
-    unsafe fn drain(&mut self, half: &Half<'_>) -> Result<(), KernelError> {
-        let Half { group, buffer, closes } = *half;
+    unsafe fn drain(&mut self, group: &Group<'_>, buffer: usize, closes: bool) -> Result<(), KernelError> {
         let buffer = &mut self.ring.buffers[buffer];
         let parts = &mut self.launched[group.step].parts;
-        // SAFETY: the event is the mover's; the streams are the mover's or the caller's.
-        unsafe { self.lanes.meet(&buffer.full, group.direction) }?;
         let end = match group.direction {
             Direction::Scatter => {
                 let mut queued = Vec::with_capacity(1);
