@@ -18,6 +18,7 @@ mod contexts;
 mod devices;
 mod fuzz;
 mod layers;
+mod moves;
 mod order;
 mod registration;
 mod sizes;
@@ -34,6 +35,7 @@ fn main() {
             devices::tests(),
             fuzz::tests(),
             layers::tests(),
+            moves::tests(),
             order::tests(),
             registration::tests(),
             sizes::tests(),
