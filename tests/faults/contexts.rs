@@ -10,13 +10,14 @@ use maru::{
 
 use crate::harness::Test;
 use crate::memory::{self, Arena};
-use crate::rig::{MOVERS, Mover, Rig, View, block_size, slots};
+use crate::rig::{MOVERS, Mover, Random, Rig, View, block_size, read, slots};
 
 pub(crate) fn tests() -> Vec<Test> {
     tests![
         two_devices:
             c17_two_devices_alternate_in_one_thread,
             c17_two_ranks_register_the_same_layers,
+            c17_a_slab_registered_with_the_other_device,
             c17_a_stream_of_another_device_is_an_error;
         on_device:
             c17_a_thread_without_a_context,
@@ -77,6 +78,27 @@ fn c17_two_ranks_register_the_same_layers() {
         assert!(matches!(error, TransferError::WrongPlace { .. }), "{error}");
         let text = error.to_string();
         assert!(text.contains("cuda:0") && text.contains("cuda:1"), "{text}");
+    }
+}
+
+/// Memory is registered once, for every device; the engine of another one takes it as its own.
+fn c17_a_slab_registered_with_the_other_device() {
+    for mover in device_movers() {
+        let rigs = [on(mover, 0), on(mover, 1)];
+        for (mine, other) in [(0, 1), (1, 0)] {
+            let cache = rigs[mine].cache(&View::new(&SHAPE, AXES));
+            let content = Random(mine as u64 + 3).bytes(cache.slab_bytes(3) as usize);
+            let (full, empty) = (rigs[other].slab(&content), rigs[other].slab(&vec![0; content.len()]));
+            let mapping = || SlotMapping::from_slots([9, 63, 2]);
+            let load = TransferRequest::scatter(&cache.registered, mapping(), &full).slab_tokens(3);
+            let store = TransferRequest::gather(&cache.registered, mapping(), &empty).slab_tokens(3);
+            for request in [load, store] {
+                let transfer = rigs[mine].engine.submit(&request).unwrap();
+                assert_eq!((transfer.backend(), transfer.strategy()), (mover.backend, mover.strategy));
+                transfer.wait().unwrap();
+            }
+            assert!(read(&empty) == content, "{} on device {mine}", mover.name);
+        }
     }
 }
 
