@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use cudarc::driver::sys;
+use maru_driver::check;
 use pyo3::prelude::*;
 
 use crate::errors::{Fault, detached, guard};
@@ -20,13 +21,6 @@ const NOTHING: &std::ffi::CStr =
 #[pyfunction]
 pub(crate) fn _launch_ns(py: Python<'_>, device: u32, stream: usize, count: u32) -> PyResult<Vec<u64>> {
     guard(py, || Ok(detached(py, || launches(device, stream, count))?))
-}
-
-fn check(op: &str, result: sys::CUresult) -> Result<(), Fault> {
-    match result {
-        sys::CUresult::CUDA_SUCCESS => Ok(()),
-        code => Err(Fault { kind: "driver", message: format!("{op} failed: {code:?}") }),
-    }
 }
 
 /// The kernel on a device, loaded once and for good. The device's context is current.

@@ -1,9 +1,9 @@
 //! The few questions to the CUDA driver about addresses: whose memory, how much, reachable how.
 
 use std::ffi::c_void;
-use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, sys};
+use cudarc::driver::sys;
+use maru_driver::check;
 
 use crate::errors::Fault;
 
@@ -20,43 +20,6 @@ pub(crate) struct Known {
     pub(crate) len: u64,
     /// A number of the allocation that is not reused; 0 for ranges of the virtual memory calls.
     pub(crate) id: u64,
-}
-
-/// Makes a context current and restores the caller's.
-pub(crate) struct Current(bool);
-
-impl Current {
-    pub(crate) fn enter(context: &Arc<CudaContext>) -> Result<Self, Fault> {
-        let mut current = std::ptr::null_mut();
-        // SAFETY: writes one handle to a local; the library is initialised, as a context exists.
-        check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&raw mut current) })?;
-        if current == context.cu_ctx() {
-            return Ok(Current(false));
-        }
-        // SAFETY: the context is alive while it is borrowed, and `Drop` pops it.
-        check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(context.cu_ctx()) })?;
-        Ok(Current(true))
-    }
-}
-
-impl Drop for Current {
-    fn drop(&mut self) {
-        if self.0 {
-            let mut popped = std::ptr::null_mut();
-            // SAFETY: pops what `enter` pushed on this thread.
-            let popped = unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
-            if let Err(fault) = check("cuCtxPopCurrent", popped) {
-                tracing::error!(error = %fault.message, "the caller's CUDA context is not current again");
-            }
-        }
-    }
-}
-
-fn check(op: &str, result: sys::CUresult) -> Result<(), Fault> {
-    match result {
-        sys::CUresult::CUDA_SUCCESS => Ok(()),
-        code => Err(Fault { kind: "driver", message: format!("{op} failed: {code:?}") }),
-    }
 }
 
 /// What the driver knows of an address, in one call; `None` for memory it has never heard of. A context is

@@ -5,6 +5,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use maru_cxl::CxlError;
+use maru_driver::DriverError;
 use maru_layout::LayoutError;
 use maru_transfer::TransferError;
 use maru_transfer::config::ConfigError;
@@ -80,6 +81,12 @@ impl From<LayoutError> for Fault {
 
 impl From<CxlError> for Fault {
     fn from(e: CxlError) -> Self {
+        Fault { kind: e.kind(), message: e.to_string() }
+    }
+}
+
+impl From<DriverError> for Fault {
+    fn from(e: DriverError) -> Self {
         Fault { kind: e.kind(), message: e.to_string() }
     }
 }

@@ -9,7 +9,7 @@ use maru_transfer::Place;
 use pyo3::prelude::*;
 use rustix::mm::MsyncFlags;
 
-use crate::driver::{self, Current};
+use crate::driver;
 use crate::errors::Fault;
 use crate::process::{lock, process};
 
@@ -321,7 +321,7 @@ pub(crate) fn with_context<T>(place: Place, body: impl FnOnce() -> Result<T, Fau
     match place {
         Place::Cuda(device) => {
             let context = process().context(device)?;
-            let _current = Current::enter(&context)?;
+            let _current = maru_driver::Current::enter(&context)?;
             body()
         }
         _ => body(),

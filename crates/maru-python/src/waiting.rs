@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::CudaContext;
+use maru_driver::Context;
 use maru_driver::stream::{OwnStream, synchronize};
-use maru_driver::{Context, DriverError};
 
 use crate::errors::Fault;
 use crate::process::{lock, process};
@@ -28,7 +28,7 @@ impl Waiter {
         let at = idle.iter().position(|(n, _)| *n == device);
         let stream = match at.map(|at| idle.swap_remove(at)) {
             Some((_, stream)) => stream,
-            None => OwnStream::new(&Context::new(Arc::clone(&context))).map_err(|e| fault(&e))?,
+            None => OwnStream::new(&Context::new(Arc::clone(&context)))?,
         };
         Ok(Waiter { device, context, stream: Some(stream) })
     }
@@ -41,9 +41,9 @@ impl Waiter {
     /// Blocks until what it waits for is over.
     pub(crate) fn wait(self) -> Result<(), Fault> {
         let Some(stream) = &self.stream else { return Ok(()) };
-        let _current = maru_driver::Current::enter(&self.context).map_err(|e| fault(&e))?;
+        let _current = maru_driver::Current::enter(&self.context)?;
         // SAFETY: a stream of our own.
-        unsafe { synchronize(stream.get()) }.map_err(|e| fault(&e))
+        Ok(unsafe { synchronize(stream.get()) }?)
     }
 }
 
@@ -53,8 +53,4 @@ impl Drop for Waiter {
             lock(&process().waiters.0).push((self.device, stream));
         }
     }
-}
-
-fn fault(error: &DriverError) -> Fault {
-    Fault { kind: error.kind(), message: error.to_string() }
 }
