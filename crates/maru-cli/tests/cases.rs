@@ -5,7 +5,7 @@ mod common;
 
 use std::os::unix::fs::symlink;
 
-use common::{Place, Run, Sim, leftovers, maru};
+use common::{Place, Run, Sim, end, leftovers, maru, start, until};
 use serde_json::{Value, json};
 
 fn layout(arguments: &str) -> Run {
@@ -230,6 +230,27 @@ fn c14_pools_that_share_bytes_are_refused() {
         "[[cxl.pool]]\npath='{pool}'\nsize='8MiB'\n[[cxl.pool]]\npath='{pool}'\noffset='8MiB'\nsize='8MiB'\n"
     );
     assert_eq!(maru(&["config", "check", &place.file("maru.toml", &text)]).code, Some(0));
+}
+
+#[test]
+fn c14_two_processes_do_not_carve_the_same_bytes() {
+    let place = Place::new();
+    let pool = file_of(&place, "pool", 4 << 20);
+    let window = |offset: u64| {
+        let text = format!("[[cxl.pool]]\npath='{pool}'\noffset={offset}\nsize='1MiB'\n");
+        place.file(&format!("{offset}.toml"), &text)
+    };
+    let (first, second, apart) = (window(0), window(512 << 10), window(2 << 20));
+    let slow = ["--role", "producer", "--config", &first, "--tokens", "2000", "--force"];
+    let run = start(place.p2p(&slow).args(["--test-pause", "200", "--json"]));
+    // Its header is there, so it has the lock.
+    until("the pool is made", || std::fs::read(&pool).ok().filter(|bytes| bytes[0] != 0x5a));
+    let other = ["--role", "producer", "--tokens", "300", "--force", "--json", "--config"];
+    fails(&place.run(&[&other[..], &[&second]].concat()), 1, "busy", &[&pool]);
+    assert_eq!(place.run(&[&other[..], &[&apart]].concat()).code, Some(0), "windows that do not meet");
+    assert_eq!(end(run).code, Some(0));
+    let consumer = place.run(&["--role", "consumer", "--config", &first, "--tokens", "2000", "--json"]);
+    assert_eq!((consumer.code, &consumer.json()["verified"]), (Some(0), &json!(true)), "{consumer:?}");
 }
 
 #[test]
