@@ -1,5 +1,7 @@
 //! Kind: sizes past 32 and 63 bits (C16).
 
+use std::sync::{Mutex, PoisonError};
+
 use cudarc::driver::{CudaContext, sys};
 use maru::cxl::{Region, Slab};
 use maru::layout::{PagedLayout, RowKind, SlabLayout, StridedSpec};
@@ -173,7 +175,11 @@ fn c16_a_stride_that_wraps_at_block_2066_on_the_host() {
     host(&wraps_at_2066(), &[2065, 2066]);
 }
 
+/// One such cache at a time, for the sake of smaller GPUs.
+static ROOM: Mutex<()> = Mutex::new(());
+
 fn device(rig: &Rig, desc: &TensorDesc, blocks: &[u64]) {
+    let _room = ROOM.lock().unwrap_or_else(PoisonError::into_inner);
     let memory = Device::new(rig.context.as_ref().unwrap(), desc.span_bytes());
     far(&rig.engine, &memory, desc, blocks, &rig.slab(&[0; 12 * 1024]));
 }
