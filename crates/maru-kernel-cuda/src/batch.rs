@@ -68,6 +68,7 @@ impl PagedCopyKernel {
         let mut put = || {
             // SAFETY: the caller's promises, passed on.
             let mut session = unsafe { Session::new(self, planes, stream, options) }?;
+            session.upload(steps.iter().filter(|step| step.jobs.len() > 1).flat_map(|step| step.jobs))?;
             for (step, queued) in steps.iter().zip(&mut queued) {
                 if !step.after.is_null() {
                     // SAFETY: event and stream are the caller's promise.

@@ -25,9 +25,10 @@ pub(crate) struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
+    /// Asks whether the stream is being captured.
+    ///
     /// # Safety
-    /// `stream` is a live stream of the kernel's context, which is current while this value lives; the jobs put
-    /// are alive as long.
+    /// As [`Session::uncaptured`], except that.
     pub(crate) unsafe fn new(
         kernel: &'a PagedCopyKernel,
         planes: &'a PlaneTable,
@@ -36,9 +37,22 @@ impl<'a> Session<'a> {
     ) -> Result<Self, KernelError> {
         // SAFETY: the caller's promise.
         let capturing = unsafe { streams::is_capturing(stream) }?;
+        // SAFETY: as above.
+        Ok(Session { capturing, ..unsafe { Session::uncaptured(kernel, planes, stream, options) } })
+    }
+
+    /// # Safety
+    /// `stream` is a live stream of the kernel's context, which is current while this value lives, and is not being
+    /// captured; the jobs put are alive as long.
+    pub(crate) unsafe fn uncaptured(
+        kernel: &'a PagedCopyKernel,
+        planes: &'a PlaneTable,
+        stream: CUstream,
+        options: LaunchOptions,
+    ) -> Self {
         // SAFETY: the caller's promise.
         let lists = unsafe { SlotLists::new(&kernel.inner.ring, stream) };
-        Ok(Session { kernel, planes, stream, options, capturing, lists })
+        Session { kernel, planes, stream, options, capturing: false, lists }
     }
 
     /// Everything is put.
@@ -48,7 +62,11 @@ impl<'a> Session<'a> {
 
     /// Uploads the slots of jobs that will share launches, before anything that could keep the copy engine busy.
     /// What finds no room is uploaded, or passed by value, with its launch.
+    /// A graph must not use what is uploaded.
     pub(crate) fn upload(&mut self, jobs: impl Iterator<Item = &'a CopyJob>) -> Result<(), KernelError> {
+        if self.capturing {
+            return Ok(());
+        }
         let lists = jobs.filter_map(|job| match job.slots() {
             JobSlots::Host { slots, .. } => slots.get(usize::try_from(job.skip()).ok()?..),
             JobSlots::Device { .. } | _ => None,

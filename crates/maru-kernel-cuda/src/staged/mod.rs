@@ -240,7 +240,7 @@ impl Inner {
         let groups = groups(steps, self.buffer_bytes);
         let lanes = if groups.len() > 1 { self.streams.lanes() } else { Lanes::all(stream) };
         // SAFETY: the stream is this value's or the caller's; the steps hold the jobs.
-        let mut session = unsafe { Session::new(&self.kernel, planes, lanes.kernel, self.options) }?;
+        let mut session = unsafe { Session::uncaptured(&self.kernel, planes, lanes.kernel, self.options) };
         session.upload(groups.iter().flat_map(Group::sharing))?;
         let start = ring.start;
         let (kernel, ends) = (&self.kernel, [None, None]);
