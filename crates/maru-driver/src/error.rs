@@ -34,6 +34,9 @@ pub struct DriverError {
     pub code: u32,
 }
 
+/// `CUDA_ERROR_INVALID_VALUE`, `CUDA_ERROR_NOT_SUPPORTED`.
+const REFUSED: [u32; 2] = [1, 801];
+
 impl DriverError {
     /// The error of a call of `op` that returned `code`.
     pub fn new(op: &'static str, code: CUresult) -> Self {
@@ -48,6 +51,12 @@ impl DriverError {
     /// Whether the context it happened in is lost: nothing queued there will run any more.
     pub fn is_context_lost(&self) -> bool {
         STICKY.contains(&self.code)
+    }
+
+    /// Whether a call was refused for what it was asked (invalid, not supported), before anything was queued: a
+    /// simpler call may do.
+    pub fn is_refusal(&self) -> bool {
+        REFUSED.contains(&self.code)
     }
 
     /// The stable snake_case kind that the command line and Python report: `context_lost`, `out_of_memory` or

@@ -19,9 +19,6 @@ const ENOUGH_ENTRIES: usize = 128;
 /// Bytes from which it is: what they take hides the call behind them.
 const ENOUGH_BYTES: u64 = 4 << 20;
 
-/// INVALID_VALUE, NOT_SUPPORTED: what the driver says of a copy that it does not do, before it queues anything.
-const REFUSED: [u32; 2] = [1, 801];
-
 /// What the slab side of a job is to the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
@@ -111,7 +108,7 @@ impl Queue {
             match unsafe { self.slices(call, &c) } {
                 // The driver may refuse slices in several allocations, for instance. Then nothing was queued,
                 // and they go one by one, as do all that follow.
-                Err(error) if REFUSED.contains(&error.code) => {
+                Err(error) if error.is_refusal() => {
                     self.slices = None;
                     self.refused.slices = true;
                 }
@@ -135,7 +132,7 @@ impl Queue {
         match unsafe { self.rows(&c) } {
             // The driver may refuse rows in several allocations, and, inside device memory, pitches that it did
             // not choose. Then nothing was queued, and the rows go one by one.
-            Err(error) if REFUSED.contains(&error.code) => {
+            Err(error) if error.is_refusal() => {
                 self.refused.rows = true;
                 // SAFETY: rows of the command.
                 c.each_row().try_for_each(|row| unsafe { self.push_row(row.paged, row.slab, row.width) })

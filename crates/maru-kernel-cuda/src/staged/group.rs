@@ -72,21 +72,36 @@ impl<'a> Group<'a> {
     /// The slabs are host memory that stays, and the pieces lie in them; the buffer has room for the group.
     pub(super) unsafe fn copy(&self, buffer: u64, stream: CUstream) -> Result<(), KernelError> {
         let into = self.direction == Direction::Scatter;
-        let mut pending: Option<Spans> = None;
+        let mut spans = Vec::with_capacity(self.members.len());
         for (pieces, piece, at) in &self.members {
             let slab = pieces.job().slab().host.ok_or(KernelError::SlabNotAddressable)?;
-            for next in spans_of(piece, slab.wrapping_add_signed(piece.offset), buffer + at) {
-                let joined = pending.and_then(|last| last.joined(&next));
-                if let (None, Some(last)) = (joined, pending) {
-                    // SAFETY: the caller's promise.
-                    unsafe { last.copy(into, stream) }?;
+            spans.extend(spans_of(piece, slab.wrapping_add_signed(piece.offset), buffer + at));
+        }
+        let mut rest = &spans[..];
+        while let Some(first) = rest.first() {
+            let mut joined = *first;
+            let mut taken = 1;
+            while let Some(longer) = rest.get(taken).and_then(|next| joined.joined(next)) {
+                (joined, taken) = (longer, taken + 1);
+            }
+            let (these, others) = rest.split_at(taken);
+            rest = others;
+            // SAFETY: the caller's promise.
+            match unsafe { joined.copy(into, stream) } {
+                // Slabs side by side may be of several registrations, over which the driver copies nothing.
+                Err(error) if taken > 1 && is_refusal(&error) => {
+                    // SAFETY: as above.
+                    these.iter().try_for_each(|spans| unsafe { spans.copy(into, stream) })?;
                 }
-                pending = joined.or(Some(next));
+                outcome => outcome?,
             }
         }
-        // SAFETY: the caller's promise.
-        pending.map_or(Ok(()), |last| unsafe { last.copy(into, stream) })
+        Ok(())
     }
+}
+
+fn is_refusal(error: &KernelError) -> bool {
+    matches!(error, KernelError::Driver(error) if error.is_refusal())
 }
 
 /// The copies of a piece: one, unless prefixes are left out in several runs.

@@ -1,9 +1,12 @@
 //! Transfers layer by layer: the same bytes, each layer told of alone, held back by an event of its own.
 
-use maru_layout::{DType, Direction};
+use std::sync::Arc;
+
+use maru_cxl::{CudaRegistrar, Region, RegisterOptions};
+use maru_layout::{DType, Direction, SlotMapping};
 use maru_sim_driver::Session;
 use maru_transfer::config::{BackendChoice, Config, StrategyChoice};
-use maru_transfer::{Event, TransferEngine, TransferError};
+use maru_transfer::{Event, TransferEngine, TransferError, TransferRequest};
 
 use crate::cases::{Dims, compare};
 use crate::common::{Device, Event as OwnEvent, Stream, Test, context};
@@ -17,6 +20,7 @@ pub(crate) fn tests() -> Vec<Test> {
         another_stream_waits_for_one_layer,
         a_transfer_by_layer_fails_at_every_call,
         fused_loads_tell_of_their_layers,
+        slabs_of_several_registrations_are_copied_apart,
     ]
 }
 
@@ -184,4 +188,53 @@ fn fused_loads_tell_of_their_layers(session: &Session) {
     session.set("delay_us", 0);
     transfer.wait().unwrap();
     setup.check(session);
+}
+
+/// Evenly spaced slabs are one copy where the driver does it; over two registrations it does not.
+fn slabs_of_several_registrations_are_copied_apart(session: &Session) {
+    const STRIDE: u64 = 8192;
+    let _context = context(0);
+    let stream = Stream::new(true);
+    for piece_limit in [STRIDE, 1 << 20] {
+        for (config, strategy) in ways() {
+            let engine = TransferEngine::open(&config).unwrap();
+            let setup = full(session, &engine, DIMS, Direction::Gather);
+            let region = Region::anonymous(6 * STRIDE).unwrap();
+            let options = RegisterOptions {
+                piece_limit,
+                slab_stride: STRIDE,
+                required: true,
+                ..RegisterOptions::default()
+            };
+            region.register(Arc::new(CudaRegistrar::open(0).unwrap()), options).unwrap();
+            context(0);
+            let slabs: Vec<_> = (0..6).map(|i| region.slab(i * STRIDE, STRIDE).unwrap()).collect();
+            let requests = |direction: Direction, first: usize| -> Vec<TransferRequest> {
+                let one = |(i, slab)| {
+                    let slots = SlotMapping::from_slots((8 * i..8 * i + 8).collect::<Vec<i64>>());
+                    match direction {
+                        Direction::Gather => TransferRequest::gather(&setup.registered, slots, slab),
+                        _ => TransferRequest::scatter(&setup.registered, slots, slab),
+                    }
+                    .slab_tokens(8)
+                    .on(on(&stream))
+                };
+                (0i64..).zip(&slabs[first..first + 3]).map(one).collect()
+            };
+            for by_layer in [false, true] {
+                let submit = |direction, first| match by_layer {
+                    true => engine.submit_by_layer(&requests(direction, first), &[]).unwrap(),
+                    false => engine.submit_many(&requests(direction, first)).unwrap(),
+                };
+                let stored = submit(Direction::Gather, 0);
+                assert_eq!(stored.strategy(), strategy);
+                stored.wait().unwrap();
+                // Zeros from the other slabs.
+                submit(Direction::Scatter, 3).wait().unwrap();
+                assert_ne!(setup.paged.read(session), setup.images.cache);
+                submit(Direction::Scatter, 0).wait().unwrap();
+                compare("cache", &setup.paged.read(session), &setup.images.cache).unwrap();
+            }
+        }
+    }
 }
