@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUstream};
+use maru_driver::stream::synchronize;
 use maru_driver::{Context, DeviceBuffer, PinnedBuffer, Ticket, Tickets, check};
 
 use crate::KernelError;
@@ -84,9 +85,15 @@ impl SlotRing {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (event, used) = &mut state.entries[index];
         // SAFETY: the ring owns the event; the stream is the caller's promise.
-        unsafe { event.record(stream) }?;
-        *used = Use::InFlight;
-        Ok(())
+        let recorded = unsafe { event.record(stream) };
+        *used = match &recorded {
+            Ok(()) => Use::InFlight,
+            // The caller's transfer fails, and waits anyway.
+            // SAFETY: the stream is the caller's promise.
+            Err(_) if unsafe { synchronize(stream) }.is_ok() => Use::Free,
+            Err(_) => Use::Taken,
+        };
+        Ok(recorded?)
     }
 }
 
@@ -176,8 +183,13 @@ impl<'a> SlotLists<'a> {
     }
 
     fn give_back(&mut self) -> Result<(), KernelError> {
-        // SAFETY: the stream is the promise made to `new`.
-        self.entries.drain(..).try_for_each(|index| unsafe { self.ring.give_back(index, self.stream) })
+        // An error of one says nothing of the others.
+        let mut outcome = Ok(());
+        for index in self.entries.drain(..) {
+            // SAFETY: the stream is the promise made to `new`.
+            outcome = outcome.and(unsafe { self.ring.give_back(index, self.stream) });
+        }
+        outcome
     }
 }
 

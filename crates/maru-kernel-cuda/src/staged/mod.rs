@@ -286,7 +286,8 @@ impl StagedLaunch {
     /// # Errors
     /// As [`Launched::is_complete`].
     pub fn is_complete(&self) -> Result<bool, KernelError> {
-        for part in &self.parts {
+        // The last is over last; what an earlier one has to report is said when all are.
+        for part in self.parts.iter().rev() {
             if !part.is_complete()? {
                 return Ok(false);
             }

@@ -20,6 +20,7 @@ pub(crate) fn tests() -> Vec<Test> {
         a_staged_transfer_fails_at_every_call,
         a_transfer_of_a_long_list_fails_at_every_call,
         a_transfer_of_slots_on_the_device_fails_at_every_call,
+        buffers_of_long_lists_are_not_lost_by_failures,
         the_second_image_is_tried_when_the_first_does_not_load,
         a_kernel_that_fails_on_its_way_loses_the_context_and_nothing_hangs,
         a_query_that_fails_is_an_error_and_not_pending,
@@ -197,6 +198,26 @@ fn a_transfer_of_a_long_list_fails_at_every_call(session: &Session) {
 
 fn a_transfer_of_slots_on_the_device_fails_at_every_call(session: &Session) {
     transfer_fails(session, Slots::Device, false);
+}
+
+fn buffers_of_long_lists_are_not_lost_by_failures(session: &Session) {
+    let rig = Rig::new();
+    let (kernel, stream) = (&rig.kernel, &rig.stream);
+    let setup = long(session, Direction::Gather);
+    let planes = kernel.register(&setup.plan).unwrap();
+    let run = || one(&setup, kernel, &planes, setup.host_slots(), stream.0, Way::Direct);
+    // More often than there are buffers: the mark of the transfer, then that of the buffer.
+    for nth in (1..=2).cycle().take(20) {
+        session.fail("cuEventRecord", nth, NOT_PERMITTED);
+        run().unwrap_err();
+        assert_eq!(session.faults_left(), 0);
+    }
+    session.clear_records();
+    run().unwrap();
+    let records = session.records();
+    let uploads = records.iter().filter(|r| r.function.starts_with("cuMemcpyHtoDAsync")).count();
+    assert_eq!(uploads, 1, "the slots went by value: {records:?}");
+    setup.check(session);
 }
 
 fn the_second_image_is_tried_when_the_first_does_not_load(session: &Session) {

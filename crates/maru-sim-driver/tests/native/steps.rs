@@ -1,10 +1,10 @@
 //! Staged transfers in steps: layer by layer, each step waited for and held back alone.
 
 use maru_kernel_cuda::{LaunchStep, PagedCopyKernel, StagedLaunch, StagedMover, StagedOptions};
-use maru_layout::{CopyJob, Direction, Pieces};
+use maru_layout::{CopyJob, Direction, Pieces, SlotMapping};
 use maru_sim_driver::Session;
 
-use crate::cases::ORDERS;
+use crate::cases::{Cache, ORDERS, Rng};
 use crate::common::{Device, Event, Stream, Test, context};
 use crate::setup::{DIMS, Setup};
 
@@ -14,6 +14,7 @@ pub(crate) fn tests() -> Vec<Test> {
         a_step_is_over_before_the_next,
         a_step_waits_for_its_event,
         steps_of_both_directions_share_a_pipeline,
+        a_bad_slot_is_said_when_all_pieces_are_there,
         no_steps_are_nothing,
     ]
 }
@@ -116,6 +117,35 @@ fn steps_of_both_directions_share_a_pipeline(session: &Session) {
         stream.wait();
         setups.iter().for_each(|setup| setup.check(session));
     }
+}
+
+fn a_bad_slot_is_said_when_all_pieces_are_there(session: &Session) {
+    let kernel = PagedCopyKernel::load(context(0)).unwrap();
+    let stream = Stream::new(true);
+    // Two pieces, of three planes and one.
+    let mover = StagedMover::new(&kernel, StagedOptions::with_ring_bytes(RINGS[0])).unwrap();
+    let cache = Cache::new(&ORDERS[0], DIMS).unwrap();
+    let mut slots: Vec<i64> = (0..24).collect();
+    slots[7] = 1 << 40;
+    let list: Vec<u8> = slots.iter().flat_map(|s| s.to_ne_bytes()).collect();
+    let setup = Setup::with(session, &cache, Direction::Scatter, slots, 0, &mut Rng::new(9));
+    let (on_device, planes) = (Device::of(session, &list), kernel.register(&setup.plan).unwrap());
+    let pieces = mover.pieces(&setup.job(SlotMapping::Device { addr: on_device.addr, len: 24 })).unwrap();
+    assert_eq!(pieces.list().len(), 2);
+    session.set("delay_us", 3000);
+    // SAFETY: as above.
+    let launched = unsafe { mover.launch(&[pieces], &planes, stream.0) }.unwrap();
+    let error = loop {
+        match launched.is_complete() {
+            Ok(done) => assert!(!done, "nobody reports the slot"),
+            Err(error) => break error,
+        }
+    };
+    // Whoever sees the error may use the memory again.
+    setup.check(session);
+    session.set("delay_us", 0);
+    assert!(error.to_string().contains("1099511627776"), "{error}");
+    assert_eq!(launched.wait(), Err(error));
 }
 
 fn no_steps_are_nothing(session: &Session) {
