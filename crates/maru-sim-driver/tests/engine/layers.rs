@@ -9,6 +9,7 @@ use maru_transfer::config::{BackendChoice, Config, StrategyChoice};
 use maru_transfer::{Event, TransferEngine, TransferError, TransferRequest};
 
 use crate::cases::{Dims, compare};
+use crate::common::log::warnings;
 use crate::common::{Device, Event as OwnEvent, Stream, Test, context};
 use crate::setup::{DIMS, Setup, config, on};
 
@@ -20,6 +21,7 @@ pub(crate) fn tests() -> Vec<Test> {
         another_stream_waits_for_one_layer,
         a_transfer_by_layer_fails_at_every_call,
         fused_loads_tell_of_their_layers,
+        planes_larger_than_a_buffer_are_said_once_per_cache,
         slabs_of_several_registrations_are_copied_apart,
     ]
 }
@@ -236,5 +238,36 @@ fn slabs_of_several_registrations_are_copied_apart(session: &Session) {
                 compare("cache", &setup.paged.read(session), &setup.images.cache).unwrap();
             }
         }
+    }
+}
+
+fn planes_larger_than_a_buffer_are_said_once_per_cache(session: &Session) {
+    let _context = context(0);
+    for (strategy, wanted) in [(StrategyChoice::Staged, 1), (StrategyChoice::Auto, 0)] {
+        let mut config = config(0, 24);
+        config.transfer.strategy = strategy;
+        // Buffers of 8 KiB.
+        config.transfer.staging_bytes = 32 << 10;
+        let engine = TransferEngine::open(&config).unwrap();
+        for _ in 0..2 {
+            let large = full(session, &engine, LARGE, Direction::Scatter);
+            let lines = warnings(|| {
+                for _ in 0..3 {
+                    let transfer = engine.submit_by_layer(&[large.request()], &[]).unwrap();
+                    assert_eq!(transfer.strategy(), "direct");
+                    transfer.wait().unwrap();
+                }
+            });
+            large.check(session);
+            assert_eq!(lines.len(), wanted, "{strategy:?}: {lines:#?}");
+            for word in ["plane_bytes=147456", "buffer_bytes=8192", "staging_bytes"] {
+                assert!(lines.iter().all(|line| line.contains(word)), "{word}: {lines:?}");
+            }
+        }
+        // What fits, and what goes directly for another reason, is nothing to warn of.
+        let small = full(session, &engine, DIMS, Direction::Scatter);
+        let lines = warnings(|| engine.submit(&small.request()).unwrap().wait().unwrap());
+        assert!(lines.is_empty(), "{lines:?}");
+        small.check(session);
     }
 }

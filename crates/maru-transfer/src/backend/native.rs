@@ -2,6 +2,7 @@
 
 use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use maru_kernel_cuda::{
     CUevent, CUstream, KernelError, LaunchOptions, LaunchStep, Launched, PagedCopyKernel, PlaneTable,
@@ -26,6 +27,14 @@ pub struct NativeBackend {
     calibration: Option<Calibration>,
     /// Where the calibration found driver copies to be fastest.
     copies: Option<DeviceBackend>,
+}
+
+/// What is prepared for a cache.
+#[derive(Debug)]
+struct Table {
+    planes: PlaneTable,
+    /// Whether it was said that the ring is too small for its slabs.
+    warned: AtomicBool,
 }
 
 impl NativeBackend {
@@ -88,15 +97,37 @@ impl NativeBackend {
 
     /// The pieces of every job, if this batch is to be staged and can be. The ring's streams do not wait for each
     /// other, so a batch of stores and loads, where one may read what another wrote, goes directly, in order.
-    fn pieces(&self, steps: &[Step<'_>], choice: Choice) -> Option<(&StagedMover, Vec<Vec<Pieces>>)> {
+    fn pieces(
+        &self,
+        steps: &[Step<'_>],
+        choice: Choice,
+        table: &Table,
+    ) -> Option<(&StagedMover, Vec<Vec<Pieces>>)> {
         let mover = self.staged.as_ref()?;
         let mut jobs = steps.iter().flat_map(|step| step.jobs);
         let direction = jobs.next()?.direction();
         if choice != Choice::Staged || jobs.any(|job| job.direction() != direction) {
             return None;
         }
-        let pieces = |step: &Step<'_>| step.jobs.iter().map(|job| mover.pieces(job)).collect::<Option<_>>();
+        let cut = |job: &CopyJob| mover.pieces(job).or_else(|| self.explain(mover, job, table));
+        let pieces = |step: &Step<'_>| step.jobs.iter().map(cut).collect::<Option<_>>();
         Some((mover, steps.iter().map(pieces).collect::<Option<_>>()?))
+    }
+
+    /// Says once per cache that `strategy = "staged"` cannot be followed because the ring is too small.
+    fn explain(&self, mover: &StagedMover, job: &CopyJob, table: &Table) -> Option<Pieces> {
+        let slab = job.plan().slab();
+        let plane = slab.row_bytes().saturating_mul(slab.tokens());
+        let asked_for = self.calibration.is_none();
+        if asked_for && plane > mover.buffer_bytes() && !table.warned.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                plane_bytes = plane,
+                buffer_bytes = mover.buffer_bytes(),
+                "strategy = \"staged\" goes directly: one plane of a slab is larger than a buffer of the ring, a \
+                 quarter of staging_bytes; set staging_bytes to more than four times plane_bytes"
+            );
+        }
+        None
     }
 
     /// Steps through the ring.
@@ -201,7 +232,8 @@ impl TransferBackend for NativeBackend {
         cache.layout().kernel_limits()?;
         // Any slab geometry will do: the table holds the planes' addresses only.
         let plan = CopyPlan::new(cache.layout(), &cache.slab_layout(1)?, Arc::clone(cache.bases()))?;
-        Ok(Some(Arc::new(self.kernel.register(&plan)?)))
+        let planes = self.kernel.register(&plan)?;
+        Ok(Some(Arc::new(Table { planes, warned: AtomicBool::new(false) })))
     }
 
     unsafe fn enqueue(
@@ -222,15 +254,16 @@ impl TransferBackend for NativeBackend {
         steps: &[Step<'_>],
         stream: Stream,
     ) -> Result<Vec<Enqueued>, TransferError> {
-        let planes =
-            prepared.as_ref().and_then(|p| p.downcast_ref::<PlaneTable>()).ok_or(KernelError::WrongPlanes)?;
+        let table =
+            prepared.as_ref().and_then(|p| p.downcast_ref::<Table>()).ok_or(KernelError::WrongPlanes)?;
+        let planes = &table.planes;
         let choice = self.choose(steps);
         if let (Choice::CopyEngine, Some(copies)) = (choice, &self.copies) {
             // SAFETY: the caller's promises, passed on.
             return unsafe { copies.enqueue_steps(&None, steps, stream) };
         }
         let stream = with_exposed_provenance_mut(stream.handle());
-        if let Some((mover, pieces)) = self.pieces(steps, choice)
+        if let Some((mover, pieces)) = self.pieces(steps, choice, table)
             // SAFETY: the stream is live by the promise made to `Stream::cuda`.
             && !unsafe { self.kernel.is_capturing(stream) }?
         {
