@@ -9,7 +9,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, sys};
 use libtest_mimic::{Arguments, Failed, Trial};
 use maru_kernel_cuda::open_context;
-use maru_sim_driver::{Census, Session, session};
+use maru_sim_driver::{Census, Session, Simulator, session};
 
 /// A test and its name.
 pub(crate) type Test = (&'static str, fn(&Session));
@@ -105,7 +105,12 @@ impl Device {
     }
 
     pub(crate) fn read(&self, session: &Session) -> Vec<u8> {
-        session.peek(self.addr, self.len).expect("memory of the device")
+        self.read_with(session)
+    }
+
+    /// The same for other threads, which cannot have the session.
+    pub(crate) fn read_with(&self, simulator: &Simulator) -> Vec<u8> {
+        simulator.peek(self.addr, self.len).expect("memory of the device")
     }
 }
 

@@ -9,6 +9,7 @@ mod common;
 #[allow(dead_code, reason = "shared with other tests, which use other parts")]
 mod cases;
 mod layers;
+mod random;
 mod setup;
 
 use cases::{Dims, compare};
@@ -42,6 +43,7 @@ fn main() {
         c21_seventy_thousand_slots_and_none,
     ];
     tests.extend(layers::tests());
+    tests.extend(random::tests());
     common::main(tests);
 }
 

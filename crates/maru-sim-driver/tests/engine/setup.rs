@@ -3,12 +3,10 @@
 use std::sync::Arc;
 
 use maru_cxl::{CudaRegistrar, Region, RegisterOptions, Slab};
-use maru_layout::{CacheSpec, DType, Direction, SlotMapping};
+use maru_layout::{Axis, CacheSpec, DType, Direction, SlotMapping};
 use maru_sim_driver::Session;
 use maru_transfer::config::{BackendChoice, Config, DeviceChoice};
-use maru_transfer::{
-    CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine, TransferRequest,
-};
+use maru_transfer::{CacheTensor, PagedCache, RegisteredCache, Tensors, TransferEngine, TransferRequest};
 
 use crate::cases::{Cache, Dims, Images, ORDERS, Rng, compare, random_slots};
 use crate::common::{Device, Stream, context};
@@ -72,30 +70,7 @@ impl Setup {
         let slots = random_slots(&mut rng, tokens, usize::try_from(tokens).unwrap(), holes);
         let images = Images::new(&cache, direction, tokens, &slots, 0, &mut rng);
         let paged = Device::of(session, &images.cache);
-        let reference = &cache.reference;
-        let span = reference.tensor.span_bytes();
-        let mut list: Vec<CacheTensor> = reference
-            .tensors
-            .iter()
-            .map(|at| CacheTensor { addr: paged.addr + at, len: span, desc: reference.tensor.clone() })
-            .collect();
-        let layers = usize::try_from(reference.layers).unwrap();
-        let tensors = match list.len() {
-            1 if layers > 1 => Tensors::CrossLayer(list.remove(0)),
-            n if n == 2 * layers => Tensors::Split { v: list.split_off(layers), k: list },
-            _ => Tensors::PerLayer(list),
-        };
-        let spec = CacheSpec {
-            block_size: Some(reference.block_size),
-            axes: Some(reference.axes.clone()),
-            mla: name.contains("mla"),
-            ..CacheSpec::default()
-        };
-        let Place::Cuda(device) = engine.place() else { panic!("{}", engine.place()) };
-        // SAFETY: the cache's memory lives as long as the setup.
-        let paged_cache =
-            unsafe { PagedCache::new(&tensors, &spec, Place::Cuda(device), Some(layers)) }.unwrap();
-        let registered = engine.register(paged_cache).unwrap();
+        let registered = register(engine, &cache, name, paged.addr);
         let len = images.slab.len() as u64;
         let slab = Region::anonymous(len).unwrap().slab(0, len).unwrap();
         slab.write_at(0, &images.slab).unwrap();
@@ -139,6 +114,29 @@ impl Setup {
         assert!(session.poke(self.paged.addr, &self.images.cache));
         self.slab.write_at(0, &self.images.slab).unwrap();
     }
+}
+
+/// Registers a cache whose image is at `addr`, and stays there as long as what is returned.
+pub(crate) fn register(engine: &TransferEngine, cache: &Cache, name: &str, addr: u64) -> RegisteredCache {
+    let reference = &cache.reference;
+    let len = reference.tensor.span_bytes();
+    let tensor = |at: &u64| CacheTensor { addr: addr + at, len, desc: reference.tensor.clone() };
+    let mut list: Vec<CacheTensor> = reference.tensors.iter().map(tensor).collect();
+    let layers = usize::try_from(reference.layers).unwrap();
+    let tensors = match list.len() {
+        1 if reference.axes.contains(&Axis::Layer) => Tensors::CrossLayer(list.remove(0)),
+        n if n == 2 * layers => Tensors::Split { v: list.split_off(layers), k: list },
+        _ => Tensors::PerLayer(list),
+    };
+    let spec = CacheSpec {
+        block_size: Some(reference.block_size),
+        axes: Some(reference.axes.clone()),
+        mla: name.contains("mla"),
+        ..CacheSpec::default()
+    };
+    // SAFETY: the memory stays, by the promise of this function's callers.
+    let paged = unsafe { PagedCache::new(&tensors, &spec, engine.place(), Some(layers)) }.unwrap();
+    engine.register(paged).unwrap()
 }
 
 pub(crate) fn on(stream: &Stream) -> maru_transfer::Stream {
