@@ -1,8 +1,9 @@
-//! Kind: the slab side – pools that cannot be, pools that share bytes – and who outlives whom.
+//! Kind: the slab side – memory that may not be written, pools that cannot be, pools that share bytes – and who
+//! outlives whom.
 
 use std::fs;
 
-use maru::cxl::{DaxDevice, Slab};
+use maru::cxl::{DaxDevice, MapOptions, Mapping, Region, Slab};
 use maru::transfer::config::PoolConfig;
 use maru::{Config, Direction, SlotMapping, TransferEngine, TransferRequest};
 
@@ -12,6 +13,7 @@ use crate::rig::{BOTH, Cache, MOVERS, Random, Rig, View, read};
 pub(crate) fn tests() -> Vec<Test> {
     tests![
         plain:
+            a_slab_that_may_not_be_written_is_not_stored_into,
             pools_that_cannot_be_leave_nothing_behind,
             c14_pools_of_two_names_for_one_file;
         moved:
@@ -36,6 +38,27 @@ fn request(cache: &Cache<'_>, direction: Direction, slots: &[i64], slab: &Slab) 
         _ => TransferRequest::scatter(&cache.registered, mapping, slab),
     }
     .slab_tokens(slots.len() as u64)
+}
+
+/// Loading from it is fine.
+fn a_slab_that_may_not_be_written_is_not_stored_into() {
+    let rig = host();
+    let cache = rig.cache(&View::new(&SHAPE, AXES));
+    let dir = tempfile::tempdir().unwrap();
+    let (path, len) = (dir.path().join("pool"), cache.slab_bytes(4));
+    let content = Random(5).bytes(MIB as usize);
+    fs::write(&path, &content).unwrap();
+    let device = DaxDevice::open(&path).unwrap();
+    let options = MapOptions { read_only: true, prefault: false, ..MapOptions::default() };
+    let slab = Region::new(Mapping::map(&device, &options).unwrap()).slab(8192, len).unwrap();
+    let error = rig.engine.submit(&request(&cache, Direction::Gather, &[9, 2, 30, 31], &slab)).unwrap_err();
+    assert_eq!(error.kind(), "invalid_argument");
+    assert!(error.to_string().contains("read-only"), "{error}");
+    assert!(fs::read(&path).unwrap() == content);
+    rig.engine.submit(&request(&cache, Direction::Scatter, &[9, 2, 30, 31], &slab)).unwrap().wait().unwrap();
+    let at = cache.reference.paged_offset(0, 0, 9, 0) as usize;
+    let row = cache.reference.row_bytes() as usize;
+    assert_eq!(cache.bytes()[at..at + row], content[8192..8192 + row]);
 }
 
 fn pools_that_cannot_be_leave_nothing_behind() {

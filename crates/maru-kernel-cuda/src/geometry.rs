@@ -26,27 +26,17 @@ pub struct Limits {
     pub blocks: u32,
     /// Most accesses of a launch, [`MAX_UNITS`] unless a test wants many launches.
     pub units: u32,
-    /// Most threads of a block, a multiple of 32.
-    pub threads: u32,
 }
 
 impl Limits {
     /// Launches of at most `blocks` thread blocks (0 counts as 1).
     pub fn blocks(blocks: u32) -> Self {
-        Limits { blocks: blocks.clamp(1, MAX_BLOCKS), units: MAX_UNITS, threads: MAX_THREADS }
-    }
-
-    /// The same with smaller blocks: at most `threads`, rounded up to a whole number of warps.
-    #[must_use]
-    pub fn with_threads(mut self, threads: u32) -> Self {
-        self.threads = threads.div_ceil(32).saturating_mul(32).clamp(32, MAX_THREADS);
-        self
+        Limits { blocks: blocks.clamp(1, MAX_BLOCKS), units: MAX_UNITS }
     }
 
     /// Blocks and threads for so many accesses.
     pub(crate) fn shape(self, units: u32) -> (u32, u32) {
-        let most = self.with_threads(self.threads).threads;
-        let threads = units.div_ceil(32).saturating_mul(32).clamp(32, most);
+        let threads = units.div_ceil(32).saturating_mul(32).clamp(32, MAX_THREADS);
         (units.div_ceil(threads).clamp(1, self.blocks.clamp(1, MAX_BLOCKS)), threads)
     }
 }
@@ -112,7 +102,7 @@ impl Launch {
             piece.args.first_token += *done;
             piece.args.slab += *done * whole.args.slab_token_stride;
             piece.args.slots = 0;
-            piece.size(planes, slots.len() as u64, Limits::blocks(whole.blocks).with_threads(whole.threads));
+            piece.size(planes, slots.len() as u64, Limits::blocks(whole.blocks));
             *done += slots.len() as u64;
             Some((piece, slots))
         })

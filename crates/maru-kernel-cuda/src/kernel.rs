@@ -10,7 +10,7 @@ use maru_driver::{Context, check, stream as streams};
 use maru_layout::{CopyJob, CopyPlan};
 
 use crate::abi::{Entry, PagedCopyArgs, PagedCopyInlineArgs};
-use crate::geometry::{Launch, Limits, MAX_THREADS};
+use crate::geometry::{Launch, Limits};
 use crate::module::Module;
 use crate::ring::SlotRing;
 use crate::session::Session;
@@ -24,13 +24,11 @@ pub struct LaunchOptions {
     /// Most thread blocks (of 1024 threads) at once. Four reach the link's rate; more only cost the engine's
     /// compute.
     pub sm_budget: u32,
-    /// Threads of a block, at most 1024.
-    pub(crate) threads: u32,
 }
 
 impl Default for LaunchOptions {
     fn default() -> Self {
-        LaunchOptions { sm_budget: 4, threads: MAX_THREADS }
+        LaunchOptions { sm_budget: 4 }
     }
 }
 
@@ -42,14 +40,8 @@ impl LaunchOptions {
         self
     }
 
-    /// Blocks of at most so many threads.
-    pub(crate) fn with_threads(mut self, threads: u32) -> Self {
-        self.threads = threads;
-        self
-    }
-
     pub(crate) fn limits(self) -> Limits {
-        Limits::blocks(self.sm_budget).with_threads(self.threads)
+        Limits::blocks(self.sm_budget)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use maru_cxl::Slab;
+use maru_cxl::{CxlError, Slab};
 use maru_layout::{CopyJob, Direction, Fingerprint, JobRequest, SlabLayout, SlabSpan, SlotMapping};
 
 use crate::{RegisteredCache, Stream, TransferError};
@@ -125,6 +125,9 @@ impl TransferRequest {
             if found != expected {
                 return Err(TransferError::Fingerprint { found, expected });
             }
+        }
+        if self.direction == Direction::Gather && self.slab.is_read_only() {
+            return Err(CxlError::ReadOnly { wanted: "store into a slab of it" }.into());
         }
         let span = SlabSpan {
             host: Some(self.slab.addr().as_ptr().expose_provenance() as u64),

@@ -46,8 +46,8 @@ pub(crate) enum MoverKind {
     Flat,
     /// The kernel on host memory, at most so many thread blocks.
     Direct(u32),
-    /// Through a ring: MiB, buffers, thread blocks (0: all multiprocessors), threads of a block.
-    Staged(u64, u64, u32, u32),
+    /// Through a ring: MiB, buffers, thread blocks (0: one per multiprocessor).
+    Staged(u64, u64, u32),
     /// Copies by the driver, no kernel of ours.
     Fallback,
 }
@@ -57,12 +57,8 @@ impl fmt::Display for MoverKind {
         match self {
             MoverKind::Flat => f.write_str("flat copy"),
             MoverKind::Direct(blocks) => write!(f, "direct {blocks}"),
-            MoverKind::Staged(ring, buffers, 0, threads) => {
-                write!(f, "staged {ring}M/{buffers} all x{threads}")
-            }
-            MoverKind::Staged(ring, buffers, blocks, threads) => {
-                write!(f, "staged {ring}M/{buffers} b{blocks} x{threads}")
-            }
+            MoverKind::Staged(ring, buffers, 0) => write!(f, "staged {ring}M/{buffers} all"),
+            MoverKind::Staged(ring, buffers, blocks) => write!(f, "staged {ring}M/{buffers} b{blocks}"),
             MoverKind::Fallback => f.write_str("fallback"),
         }
     }
@@ -72,9 +68,7 @@ impl fmt::Display for MoverKind {
 pub(crate) fn movers() -> Vec<MoverKind> {
     let direct = [1, 2, 3, 4, 8].map(MoverKind::Direct);
     let rings = [128, 64, 32].into_iter().flat_map(|ring| [2, 4, 8].map(|buffers| (ring, buffers)));
-    let shapes = [(0, 1024), (0, 256), (0, 128), (32, 1024)];
-    let staged =
-        rings.flat_map(|(ring, buffers)| shapes.map(|(b, t)| MoverKind::Staged(ring, buffers, b, t)));
+    let staged = rings.flat_map(|(ring, buffers)| [0, 32].map(|b| MoverKind::Staged(ring, buffers, b)));
     let mut all = vec![MoverKind::Flat];
     all.extend(direct);
     all.extend(staged);

@@ -37,10 +37,9 @@ impl<'g> World<'g> {
         match kind {
             MoverKind::Flat => Mover::Flat,
             MoverKind::Direct(blocks) => Mover::Direct(blocks),
-            MoverKind::Staged(ring, buffers, blocks, threads) => {
+            MoverKind::Staged(ring, buffers, blocks) => {
                 let options =
                     StagedOptions::with_ring_bytes(ring << 20).with_buffers(buffers).with_blocks(blocks);
-                let options = options.with_threads(threads);
                 let mover = StagedMover::new(&self.gpu.kernel, options).unwrap();
                 let pieces = [0, 1].map(|direction| {
                     self.bench.jobs[direction].iter().map(|job| mover.pieces(job).unwrap()).collect()

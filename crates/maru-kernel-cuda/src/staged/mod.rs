@@ -39,9 +39,6 @@ use crate::{KernelError, LaunchOptions, LaunchStep, Launched, PagedCopyKernel, P
 /// stopping the copy engine.
 const BUFFERS: u64 = 4;
 
-/// Threads of a block of the kernel between ring and pages.
-const THREADS: u32 = 1024;
-
 /// How transfers are staged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -50,29 +47,20 @@ pub struct StagedOptions {
     pub ring_bytes: u64,
     /// Buffers that it is cut into.
     pub buffers: u64,
-    /// Thread blocks of a kernel between ring and pages; 0 = as many as all multiprocessors hold 1024 threads each.
+    /// Thread blocks of a kernel between ring and pages; 0 = one per multiprocessor.
     pub blocks: u32,
-    /// Threads of such a block. Small ones find room sooner on a multiprocessor that is at work.
-    pub threads: u32,
 }
 
 impl StagedOptions {
     /// A ring of this size, cut into buffers as measured best.
     pub fn with_ring_bytes(ring_bytes: u64) -> Self {
-        StagedOptions { ring_bytes, buffers: BUFFERS, blocks: 0, threads: THREADS }
+        StagedOptions { ring_bytes, buffers: BUFFERS, blocks: 0 }
     }
 
     /// Another number of buffers.
     #[must_use]
     pub fn with_buffers(mut self, buffers: u64) -> Self {
         self.buffers = buffers;
-        self
-    }
-
-    /// Another number of threads of a block, at most 1024.
-    #[must_use]
-    pub fn with_threads(mut self, threads: u32) -> Self {
-        self.threads = threads;
         self
     }
 
@@ -142,10 +130,10 @@ impl StagedMover {
             ring.buffers.push(Buffer { addr: memory.addr() + i * buffer_bytes, full, free: None });
         }
         let blocks = match options.blocks {
-            0 => multiprocessors(kernel)?.saturating_mul(1024 / options.threads.clamp(32, 1024)),
+            0 => multiprocessors(kernel)?,
             n => n,
         };
-        let options = LaunchOptions::default().with_sm_budget(blocks).with_threads(options.threads);
+        let options = LaunchOptions::default().with_sm_budget(blocks);
         let kernel = kernel.clone();
         let state = Mutex::new(ring);
         Ok(StagedMover {

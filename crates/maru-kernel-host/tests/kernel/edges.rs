@@ -78,11 +78,8 @@ fn bad_slots_in_pieces() -> Result<(), Failed> {
         for (units, descending) in [(200, false), (200, true), (16, true), (16, false), (1 << 20, true)] {
             let images = Images::new(&cache, direction, 60, &good, 0, &mut Rng::new(2));
             let mut case = plain(&cache, direction, 60, &slots);
-            case.options = Options {
-                limits: Limits { units, ..Limits::blocks(3).with_threads(64) },
-                upload: None,
-                descending,
-            };
+            case.options =
+                Options { limits: Limits { units, ..Limits::blocks(3) }, upload: None, descending };
             let (ran, _) = case.check(&images)?;
             if (ran.error.raised, ran.error.token, ran.error.slot) != (1, 23, 64) {
                 return Err(format!("{units} accesses a launch: {ran:?}").into());
