@@ -22,6 +22,7 @@ pub(crate) fn tests() -> Vec<Test> {
         a_transfer_by_layer_fails_at_every_call,
         fused_loads_tell_of_their_layers,
         planes_larger_than_a_buffer_are_said_once_per_cache,
+        a_captured_transfer_by_layer_runs_with_every_replay,
         slabs_of_several_registrations_are_copied_apart,
     ]
 }
@@ -269,5 +270,34 @@ fn planes_larger_than_a_buffer_are_said_once_per_cache(session: &Session) {
         let lines = warnings(|| engine.submit(&small.request()).unwrap().wait().unwrap());
         assert!(lines.is_empty(), "{lines:?}");
         small.check(session);
+    }
+}
+
+/// With a graph there is nothing to wait for: all layers are part of it.
+fn a_captured_transfer_by_layer_runs_with_every_replay(session: &Session) {
+    use cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    let _context = context(0);
+    let stream = Stream::new(true);
+    for ((config, _), direction) in ways().into_iter().flat_map(|way| BOTH.map(|d| (way.clone(), d))) {
+        let engine = TransferEngine::open(&config).unwrap();
+        let setup = full(session, &engine, LARGE, direction);
+        ok!(cuStreamBeginCapture_v2(stream.0, CU_STREAM_CAPTURE_MODE_GLOBAL));
+        let request = setup.request().on(on(&stream));
+        let mut transfer = engine.submit_by_layer(&[request], &[]).unwrap();
+        let mut graph = std::ptr::null_mut();
+        ok!(cuStreamEndCapture(stream.0, &mut graph));
+        assert!(transfer.captured() && transfer.strategy() != "staged" && setup.untouched(session));
+        transfer.wait_layer(1).unwrap();
+        let mut exec = std::ptr::null_mut();
+        ok!(cuGraphInstantiateWithFlags(&mut exec, graph, 0));
+        for _ in 0..2 {
+            ok!(cuGraphLaunch(exec, stream.0));
+            stream.wait();
+            setup.check(session);
+            setup.restore(session);
+        }
+        ok!(cuGraphExecDestroy(exec));
+        ok!(cuGraphDestroy(graph));
+        transfer.wait().unwrap();
     }
 }

@@ -5,7 +5,7 @@ use maru_cxl::{CudaRegistrar, Region, RegisterOptions};
 use maru_layout::{DType, Direction, SlabLayout, SlotMapping};
 use maru_sim_driver::{Session, Simulator};
 use maru_transfer::config::{BackendChoice, Config, StrategyChoice};
-use maru_transfer::{Event, RegisteredCache, Transfer, TransferEngine, TransferRequest};
+use maru_transfer::{Event, RegisteredCache, Transfer, TransferEngine, TransferError, TransferRequest};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use crate::common::{Device, Event as OwnEvent, Stream, Test, context};
 use crate::setup::{config, on, register};
 
 pub(crate) fn tests() -> Vec<Test> {
-    tests![random_transfers_of_several_threads]
+    tests![random_transfers_of_several_threads, random_transfers_with_failing_calls]
 }
 
 /// `MARU_FUZZ_SECONDS` and `MARU_FUZZ_SEED` for longer searches and to repeat one.
@@ -47,6 +47,39 @@ fn round(session: &Session, seed: u64) {
         }
     });
     session.set("delay_us", 0);
+}
+
+/// Calls whose failure a transfer has to report.
+const CALLS: [&str; 10] = [
+    "cuLaunchKernel",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuStreamIsCapturing",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpy2DAsync",
+    "cuMemcpy3DAsync",
+    "cuMemcpyBatchAsync",
+    "cuEventQuery",
+];
+
+fn random_transfers_with_failing_calls(session: &Session) {
+    let number = |name| std::env::var(name).ok().and_then(|n| n.parse::<u64>().ok());
+    let _context = context(0);
+    let end = Instant::now() + Duration::from_secs(number("MARU_FUZZ_SECONDS").unwrap_or(4));
+    let (mut seed, mut struck) = (number("MARU_FUZZ_SEED").unwrap_or(1), 0);
+    while Instant::now() < end {
+        eprintln!("seed {seed}");
+        let mut rng = Rng::new(seed);
+        let config = any_config(&mut rng);
+        let engine = TransferEngine::open(&config).unwrap();
+        let native = config.transfer.backend == BackendChoice::Native;
+        session.set("delay_us", [0, 100][pick(&mut rng, 2)]);
+        struck += Worker::new(session, &engine, rng, native, 0).run_with_faults();
+        session.set("delay_us", 0);
+        seed += 1;
+    }
+    assert!(struck > 0, "{struck} faults");
 }
 
 fn any_config(rng: &mut Rng) -> Config {
@@ -90,7 +123,19 @@ struct Worker<'a> {
     lists: Vec<Device>,
     events: Vec<OwnEvent>,
     flights: Vec<(Transfer, bool)>,
+    /// Waits for nothing until the end.
+    patient: bool,
     what: String,
+}
+
+/// What goes to the engine in one call.
+struct Batch {
+    wanted: Vec<Wanted>,
+    requests: Vec<TransferRequest>,
+    by_layer: bool,
+    after: Vec<Option<Event>>,
+    /// Whether it reports a bad slot.
+    bad: bool,
 }
 
 /// A request as the oracle sees it.
@@ -122,7 +167,8 @@ impl<'a> Worker<'a> {
     ) -> Self {
         context(0);
         let order = &ORDERS[pick(&mut rng, ORDERS.len() as u64)];
-        let long = rng.below(6) == 0;
+        let patient = rng.below(3) == 0;
+        let long = rng.below(if patient { 2 } else { 6 }) == 0;
         let dims = Dims {
             layers: 1 + rng.below(5),
             blocks: if long { 160 } else { 2 + rng.below(8) },
@@ -186,13 +232,15 @@ impl<'a> Worker<'a> {
             lists: Vec::new(),
             events: Vec::new(),
             flights: Vec::new(),
+            patient,
             what,
         }
     }
 
     fn run(mut self) {
         let mut last = 0;
-        for op in 0..4 + self.rng.below(10) {
+        let ops = if self.patient { 20 } else { 4 + self.rng.below(10) };
+        for op in 0..ops {
             let stream = pick(&mut self.rng, self.streams.len() as u64);
             if stream != last {
                 self.order(last, stream);
@@ -203,6 +251,55 @@ impl<'a> Worker<'a> {
         for (transfer, bad) in std::mem::take(&mut self.flights) {
             assert_eq!(transfer.wait().is_err(), bad, "{}", self.what);
         }
+        self.check();
+    }
+
+    /// Lets a call of each transfer fail and checks that the error leaves nothing in flight and nothing broken.
+    /// How many failed.
+    fn run_with_faults(mut self) -> u64 {
+        let mut struck = 0;
+        for op in 0..30 {
+            let batch = self.batch(op, 0);
+            let function = CALLS[pick(&mut self.rng, CALLS.len() as u64)];
+            let most = [2, 12][pick(&mut self.rng, 2)];
+            let nth = 1 + self.rng.below(most);
+            self.simulator.fail(function, nth, 801);
+            let submitted = self.submit(&batch);
+            let reached = self.simulator.faults_left() == 0;
+            self.simulator.clear_faults();
+            self.what
+                .push_str(&format!("{function} {nth} failed: {reached}, {:?}", submitted.as_ref().err()));
+            match submitted {
+                Err(error) => {
+                    assert!(reached, "{error}: {}", self.what);
+                    struck += 1;
+                    // The memory is free: what is still in flight must not touch it.
+                    self.restore();
+                    while self.simulator.queued() > 0 {
+                        std::thread::yield_now();
+                    }
+                }
+                Ok(transfer) => {
+                    // The fallback goes another way where a driver lacks a call.
+                    let goes_on = !self.native || function == "cuEventQuery";
+                    assert!(!reached || goes_on, "{}", self.what);
+                    self.follow(&batch.wanted);
+                    assert_eq!(transfer.wait().is_err(), batch.bad, "{}", self.what);
+                }
+            }
+            self.check();
+        }
+        struck
+    }
+
+    /// Puts both sides back.
+    fn restore(&self) {
+        assert!(self.simulator.poke(self.paged.addr, &self.pages));
+        self.region.slab(0, self.region.len()).unwrap().write_at(0, &self.bytes).unwrap();
+    }
+
+    /// Every byte of both sides; nothing is in flight.
+    fn check(&self) {
         let found = self.paged.read_with(self.simulator);
         self.same("cache", &found, &self.pages);
         let mut found = vec![0; self.bytes.len()];
@@ -231,8 +328,31 @@ impl<'a> Worker<'a> {
     }
 
     fn op(&mut self, op: u64, stream: usize) {
+        let batch = self.batch(op, stream);
+        self.follow(&batch.wanted);
+        let mut transfer = self.submit(&batch).unwrap_or_else(|e| panic!("{e}: {}", self.what));
+        self.what.push_str(transfer.strategy());
+        match if self.patient { 9 } else { self.rng.below(5) } {
+            0 => assert_eq!(transfer.wait().is_err(), batch.bad, "{}", self.what),
+            1 => drop(transfer),
+            2 => {
+                let layer = self.rng.below(self.cache.reference.layers);
+                let outcome = transfer.wait_layer(u32::try_from(layer).unwrap());
+                assert!(batch.bad || outcome.is_ok(), "{outcome:?}: {}", self.what);
+                // A transfer that does not move the layer waits for nothing.
+                if !self.overlapping && batch.wanted.iter().any(|w| w.moves(layer)) {
+                    self.layer_is_there(layer);
+                }
+                self.flights.push((transfer, batch.bad));
+            }
+            _ => self.flights.push((transfer, batch.bad)),
+        }
+    }
+
+    fn batch(&mut self, op: u64, stream: usize) -> Batch {
         let count = 1 + self.rng.below(4);
-        // By layer the order of a batch holds within a layer only, so its slabs must not have memory of two in one place.
+        // By layer the order of a batch holds within a layer only, so its slabs must not have memory of two in
+        // one place.
         let wants_layers = !self.overlapping && self.rng.below(3) > 0;
         let mixed = self.rng.below(5) == 0;
         let direction = self.direction();
@@ -251,42 +371,20 @@ impl<'a> Worker<'a> {
             wanted.push(w);
             requests.push(request);
         }
-        for w in &wanted {
-            self.follow(w);
-        }
         let by_layer = wants_layers && (count == 1 || wanted.iter().all(|w| !w.single));
-        let text = format!(
-            "op {op}: by layer {by_layer}, {:?}",
-            wanted
-                .iter()
-                .map(|w| (w.direction, w.slab, w.slots.len(), w.skip, w.layers, w.single))
-                .collect::<Vec<_>>()
-        );
-        self.what.push_str(&format!("\n{text}"));
-        let transfer = if by_layer {
-            let layers = self.cache.reference.layers;
-            let after: Vec<Option<Event>> = (0..self.rng.below(layers + 1)).map(|_| self.event()).collect();
-            self.engine.submit_by_layer(&requests, &after)
-        } else {
-            self.engine.submit_many(&requests)
-        };
-        let mut transfer = transfer.unwrap_or_else(|e| panic!("{e}: {}", self.what));
-        self.what.push_str(transfer.strategy());
-        match self.rng.below(5) {
-            0 => assert_eq!(transfer.wait().is_err(), bad, "{}", self.what),
-            1 => drop(transfer),
-            2 => {
-                let layer = u32::try_from(self.rng.below(self.cache.reference.layers)).unwrap();
-                let outcome = transfer.wait_layer(layer);
-                assert!(bad || outcome.is_ok(), "{outcome:?}: {}", self.what);
-                // A transfer that does not move the layer waits for nothing.
-                let layer = u64::from(layer);
-                if !self.overlapping && wanted.iter().any(|w| w.moves(layer)) {
-                    self.layer_is_there(layer);
-                }
-                self.flights.push((transfer, bad));
-            }
-            _ => self.flights.push((transfer, bad)),
+        let events = if by_layer { self.rng.below(self.cache.reference.layers + 1) } else { 0 };
+        let after = (0..events).map(|_| self.event()).collect();
+        let each = wanted.iter().map(|w| (w.direction, w.slab, w.slots.len(), w.skip, w.layers, w.single));
+        let text =
+            format!("\nop {op}: by layer {by_layer}, {events} events, {:?} ", each.collect::<Vec<_>>());
+        self.what.push_str(&text);
+        Batch { wanted, requests, by_layer, after, bad }
+    }
+
+    fn submit(&self, batch: &Batch) -> Result<Transfer, TransferError> {
+        match batch.by_layer {
+            true => self.engine.submit_by_layer(&batch.requests, &batch.after),
+            false => self.engine.submit_many(&batch.requests),
         }
     }
 
@@ -401,7 +499,13 @@ impl<'a> Worker<'a> {
     }
 
     /// Lets the oracle do it.
-    fn follow(&mut self, w: &Wanted) {
+    fn follow(&mut self, wanted: &[Wanted]) {
+        for w in wanted {
+            self.follow_one(w);
+        }
+    }
+
+    fn follow_one(&mut self, w: &Wanted) {
         let strips = self.strips(w);
         let r = &self.cache.reference;
         // A slab that a scatter would change nothing from, with the request's layers put in.
