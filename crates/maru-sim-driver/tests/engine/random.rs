@@ -21,7 +21,7 @@ pub(crate) fn tests() -> Vec<Test> {
 fn random_transfers_of_several_threads(session: &Session) {
     let number = |name| std::env::var(name).ok().and_then(|n| n.parse::<u64>().ok());
     let _context = context(0);
-    let end = Instant::now() + Duration::from_secs(number("MARU_FUZZ_SECONDS").unwrap_or(5));
+    let end = Instant::now() + Duration::from_secs(number("MARU_FUZZ_SECONDS").unwrap_or(4));
     let mut seed = number("MARU_FUZZ_SEED").unwrap_or(1);
     while Instant::now() < end {
         eprintln!("seed {seed}");
@@ -35,7 +35,7 @@ fn round(session: &Session, seed: u64) {
     let mut rng = Rng::new(seed);
     session.set("shift", rng.below(2));
     session.set("descending", rng.below(2));
-    session.set("delay_us", [0, 0, 20, 300][pick(&mut rng, 4)]);
+    session.set("delay_us", [0, 0, 20, 80][pick(&mut rng, 4)]);
     let config = any_config(&mut rng);
     let engine = TransferEngine::open(&config).unwrap();
     let threads = 1 + rng.below(4);
@@ -74,7 +74,7 @@ fn random_transfers_with_failing_calls(session: &Session) {
         let config = any_config(&mut rng);
         let engine = TransferEngine::open(&config).unwrap();
         let native = config.transfer.backend == BackendChoice::Native;
-        session.set("delay_us", [0, 100][pick(&mut rng, 2)]);
+        session.set("delay_us", [0, 50][pick(&mut rng, 2)]);
         struck += Worker::new(session, &engine, rng, native, 0).run_with_faults();
         session.set("delay_us", 0);
         seed += 1;
