@@ -176,6 +176,8 @@ def test_batches_by_layer(rig):
 @pytest.mark.parametrize("waits_for", ("all", "a layer"))
 def test_others_ask_while_threads_wait(rig, waits_for):
     """Threads that wait hold nothing: the thread of the model orders its layers meanwhile."""
+    # Made before: while a stream is held back a driver may not get to making another.
+    compute = driver.stream()
     event = rig.held_event()
     transfer = rig.engine.store(rig.paged, SLOTS, rig.slab, after=[None, event], stream=rig.stream)
     over = []
@@ -184,7 +186,6 @@ def test_others_ask_while_threads_wait(rig, waits_for):
     for t in threads:
         t.start()
     transfer.wait_layer(0)
-    compute = driver.stream()
     begun = time.monotonic()
     for _ in range(50):
         transfer.order_before_layer(0, compute)

@@ -148,6 +148,9 @@ impl TransferEngine {
     /// pass having written the layer's K and V, for a store that goes along with it. With events every layer is
     /// alone, however small.
     ///
+    /// With `strategy = "staged"` other staged transfers of the engine wait along with a layer that waits for its event;
+    /// under `auto` such transfers go directly.
+    ///
     /// Batches of stores and loads of the same slab or pages keep their order within a layer only.
     ///
     /// # Errors

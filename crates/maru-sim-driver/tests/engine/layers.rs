@@ -1,6 +1,7 @@
 //! Transfers layer by layer: the same bytes, each layer told of alone, held back by an event of its own.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use maru_cxl::{CudaRegistrar, Region, RegisterOptions};
 use maru_layout::{DType, Direction, SlotMapping};
@@ -10,7 +11,7 @@ use maru_transfer::{Event, TransferEngine, TransferError, TransferRequest};
 
 use crate::cases::{Dims, compare};
 use crate::common::log::warnings;
-use crate::common::{Device, Event as OwnEvent, Stream, Test, context};
+use crate::common::{Device, Event as OwnEvent, Pinned, Stream, Test, context};
 use crate::setup::{DIMS, Setup, config, on};
 
 pub(crate) fn tests() -> Vec<Test> {
@@ -24,6 +25,7 @@ pub(crate) fn tests() -> Vec<Test> {
         planes_larger_than_a_buffer_are_said_once_per_cache,
         a_captured_transfer_by_layer_runs_with_every_replay,
         slabs_of_several_registrations_are_copied_apart,
+        under_auto_nobody_waits_for_the_events_of_others,
     ]
 }
 
@@ -300,4 +302,36 @@ fn a_captured_transfer_by_layer_runs_with_every_replay(session: &Session) {
         ok!(cuGraphDestroy(graph));
         transfer.wait().unwrap();
     }
+}
+
+/// 17 MiB, which `auto` stages: one transfer waits for an event, another one of the same engine does not.
+fn under_auto_nobody_waits_for_the_events_of_others(session: &Session) {
+    const STAGED: Dims = Dims { head_size: 20 * 1024, ..LARGE };
+    let _context = context(0);
+    let (stream, free, other) = (Stream::new(true), Stream::new(true), Stream::new(true));
+    let mut config = config(0, 24);
+    config.transfer.calibrate = false;
+    let engine = TransferEngine::open(&config).unwrap();
+    let [held, moves] = [(); 2].map(|()| full(session, &engine, STAGED, Direction::Scatter));
+    let (gate, event) = (Pinned::new(&[0; 4]), OwnEvent::new());
+    ok!(cuStreamWaitValue32_v2(other.0, gate.device, 1, 0));
+    ok!(cuEventRecord(event.0, other.0));
+    // SAFETY: the event lives until the transfer is over.
+    let after = unsafe { Event::cuda(event.0.expose_provenance()) };
+    let waits = engine.submit_by_layer(&[held.request().on(on(&stream))], &[Some(after)]).unwrap();
+    let mut transfer = engine.submit(&moves.request().on(on(&free))).unwrap();
+    assert_eq!(transfer.strategy(), "staged");
+    let patience = Instant::now() + Duration::from_secs(10);
+    while !transfer.is_done().unwrap() && Instant::now() < patience {
+        std::thread::yield_now();
+    }
+    let over = transfer.is_done().unwrap();
+    // SAFETY: the word is pinned memory that the driver reads.
+    unsafe { gate.host.cast::<u32>().write_volatile(1) };
+    assert!(over, "it waits for the event of another transfer");
+    transfer.wait().unwrap();
+    moves.check(session);
+    assert_eq!(waits.strategy(), "direct");
+    waits.wait().unwrap();
+    held.check(session);
 }

@@ -89,10 +89,14 @@ impl NativeBackend {
         Ok(self)
     }
 
-    /// How a batch is to be moved, if it can be.
+    /// How a batch is to be moved, if it can be. Under `auto` what waits for events goes directly: all transfers
+    /// share the ring's streams, and would wait along.
     fn choose(&self, steps: &[Step<'_>]) -> Choice {
-        let jobs = steps.iter().flat_map(|step| step.jobs);
-        self.calibration.as_ref().map_or(Choice::Staged, |calibration| calibration.choose_batch(jobs))
+        let Some(calibration) = &self.calibration else { return Choice::Staged };
+        if steps.iter().any(|step| step.after.is_some()) {
+            return Choice::Direct;
+        }
+        calibration.choose_batch(steps.iter().flat_map(|step| step.jobs))
     }
 
     /// The pieces of every job, if this batch is to be staged and can be. The ring's streams do not wait for each
