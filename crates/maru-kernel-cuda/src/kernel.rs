@@ -151,8 +151,7 @@ impl PagedCopyKernel {
         // SAFETY: the caller's promises, passed on.
         let mut session = unsafe { Session::new(self, planes, stream, options) }?;
         // SAFETY: as above.
-        let state = unsafe { session.put(job) }?;
-        let launched = Launched::new(&self.inner, planes, state, job.plan().geometry().num_slots);
+        let launched = unsafe { session.put(job) }?;
         // If that fails, the caller must know that nothing is in flight.
         session.finish().inspect_err(|_| drop(launched.wait()))?;
         Ok(launched)

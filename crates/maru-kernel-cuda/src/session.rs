@@ -61,8 +61,8 @@ impl<'a> Session<'a> {
     }
 
     /// Uploads the slots of jobs that will share launches, before anything that could keep the copy engine busy.
-    /// What finds no room is uploaded, or passed by value, with its launch.
-    /// A graph must not use what is uploaded.
+    /// What finds no room is uploaded, or passed by value, with its launch. Not while the stream is being captured:
+    /// a graph must not use the ring.
     pub(crate) fn upload(&mut self, jobs: impl Iterator<Item = &'a CopyJob>) -> Result<(), KernelError> {
         if self.capturing {
             return Ok(());
@@ -78,9 +78,12 @@ impl<'a> Session<'a> {
     ///
     /// # Safety
     /// As [`PagedCopyKernel::launch`].
-    pub(crate) unsafe fn put(&mut self, job: &CopyJob) -> Result<State, KernelError> {
+    pub(crate) unsafe fn put(&mut self, job: &CopyJob) -> Result<Launched, KernelError> {
         let kernel = &self.kernel.inner;
-        if !self.planes.is_of(job.plan().bases()) {
+        let num_slots = job.plan().geometry().num_slots;
+        let planes = self.planes;
+        let launched = |state| Launched::new(kernel, planes, state, num_slots);
+        if !planes.is_of(job.plan().bases()) {
             return Err(KernelError::WrongPlanes);
         }
         let (source, reports) = match job.slots() {
@@ -97,12 +100,11 @@ impl<'a> Session<'a> {
         let limits = self.options.limits();
         let mut launches = Launches::new(job, source, addresses, limits)?;
         if launches.is_empty() {
-            return Ok(State::Empty);
+            return Ok(launched(State::Empty));
         }
         let ticket = if self.capturing { kernel.captured } else { kernel.tickets.take()? };
         if reports {
             launches.report_to(ticket.payload.device);
-            let num_slots = job.plan().geometry().num_slots;
             match self.capturing {
                 true => kernel.captured_slots.store(num_slots, Ordering::Relaxed),
                 false => ticket.payload.clear(),
@@ -111,11 +113,11 @@ impl<'a> Session<'a> {
         // SAFETY: the caller's promises, passed on.
         let queued = unsafe { self.queue(job, launches) };
         if self.capturing {
-            return queued.map(|()| State::Captured);
+            return queued.map(|()| launched(State::Captured));
         }
         // SAFETY: the stream is live.
         let mark = unsafe { self.kernel.mark(queued, ticket, self.stream) }?;
-        Ok(State::Queued { mark, reports })
+        Ok(launched(State::Queued { mark, reports }))
     }
 
     /// Queues the launches of jobs, as few as can be; what is launched goes to `queued`.
@@ -148,9 +150,7 @@ impl<'a> Session<'a> {
                 }
             }
             // SAFETY: the caller's promises, passed on.
-            let state = unsafe { self.put(job) }?;
-            let num_slots = job.plan().geometry().num_slots;
-            queued.push(Launched::new(&self.kernel.inner, self.planes, state, num_slots));
+            queued.push(unsafe { self.put(job) }?);
             rest = &rest[1..];
         }
         Ok(())
