@@ -205,6 +205,40 @@ impl Drop for Event {
     }
 }
 
+/// What a stream recorded, ready to run; destroyed when dropped.
+#[derive(Debug)]
+pub(crate) struct Graph {
+    graph: sys::CUgraph,
+    exec: sys::CUgraphExec,
+}
+
+impl Graph {
+    /// Captures what `record` puts on the stream.
+    pub(crate) fn capture<T>(stream: &Stream, record: impl FnOnce() -> T) -> (T, Graph) {
+        ok!(cuStreamBeginCapture_v2(stream.0, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL));
+        let recorded = record();
+        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
+        ok!(cuStreamEndCapture(stream.0, &mut graph));
+        ok!(cuGraphInstantiateWithFlags(&mut exec, graph, 0));
+        (recorded, Graph { graph, exec })
+    }
+
+    /// Runs it and waits.
+    pub(crate) fn replay(&self, stream: &Stream) {
+        ok!(cuGraphLaunch(self.exec, stream.0));
+        stream.wait();
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made by `capture`, destroyed once.
+        let _ = unsafe { sys::cuGraphExecDestroy(self.exec) };
+        // SAFETY: as above.
+        let _ = unsafe { sys::cuGraphDestroy(self.graph) };
+    }
+}
+
 /// Runs something that must leave nothing behind.
 pub(crate) fn leaves_nothing(session: &Session, run: impl FnOnce()) -> Census {
     let before = session.census();

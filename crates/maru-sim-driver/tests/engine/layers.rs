@@ -11,7 +11,7 @@ use maru_transfer::{Event, TransferEngine, TransferError, TransferRequest};
 
 use crate::cases::{Dims, compare};
 use crate::common::log::warnings;
-use crate::common::{Device, Event as OwnEvent, Pinned, Stream, Test, context};
+use crate::common::{Device, Event as OwnEvent, Graph, Pinned, Stream, Test, context};
 use crate::setup::{DIMS, Setup, config, on};
 
 pub(crate) fn tests() -> Vec<Test> {
@@ -277,29 +277,22 @@ fn planes_larger_than_a_buffer_are_said_once_per_cache(session: &Session) {
 
 /// With a graph there is nothing to wait for: all layers are part of it.
 fn a_captured_transfer_by_layer_runs_with_every_replay(session: &Session) {
-    use cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
     let _context = context(0);
     let stream = Stream::new(true);
     for ((config, _), direction) in ways().into_iter().flat_map(|way| BOTH.map(|d| (way.clone(), d))) {
         let engine = TransferEngine::open(&config).unwrap();
         let setup = full(session, &engine, LARGE, direction);
-        ok!(cuStreamBeginCapture_v2(stream.0, CU_STREAM_CAPTURE_MODE_GLOBAL));
         let request = setup.request().on(on(&stream));
-        let mut transfer = engine.submit_by_layer(&[request], &[]).unwrap();
-        let mut graph = std::ptr::null_mut();
-        ok!(cuStreamEndCapture(stream.0, &mut graph));
+        let (mut transfer, graph) =
+            Graph::capture(&stream, || engine.submit_by_layer(&[request], &[]).unwrap());
         assert!(transfer.captured() && transfer.strategy() != "staged" && setup.untouched(session));
         transfer.wait_layer(1).unwrap();
-        let mut exec = std::ptr::null_mut();
-        ok!(cuGraphInstantiateWithFlags(&mut exec, graph, 0));
         for _ in 0..2 {
-            ok!(cuGraphLaunch(exec, stream.0));
-            stream.wait();
+            graph.replay(&stream);
             setup.check(session);
             setup.restore(session);
         }
-        ok!(cuGraphExecDestroy(exec));
-        ok!(cuGraphDestroy(graph));
+        drop(graph);
         transfer.wait().unwrap();
     }
 }

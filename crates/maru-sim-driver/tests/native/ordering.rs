@@ -4,7 +4,7 @@ use maru_kernel_cuda::{PagedCopyKernel, StagedMover, StagedOptions};
 use maru_layout::Direction;
 use maru_sim_driver::Session;
 
-use crate::common::{Device, Stream, Test, context};
+use crate::common::{Device, Graph, Stream, Test, context};
 use crate::setup::{Rig, Setup, Way};
 
 pub(crate) fn tests() -> Vec<Test> {
@@ -135,29 +135,23 @@ fn many_transfers_in_flight_are_each_exact(session: &Session) {
 }
 
 fn a_captured_launch_runs_with_every_replay(session: &Session) {
-    use cudarc::driver::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
     let context = context(0);
     let kernel = PagedCopyKernel::load(context.clone()).unwrap();
     let stream = Stream::new(true);
     let setup = Setup::new(session, 0, Direction::Scatter, 3);
     let planes = kernel.register(&setup.plan).unwrap();
-    ok!(cuStreamBeginCapture_v2(stream.0, CU_STREAM_CAPTURE_MODE_GLOBAL));
     let job = setup.job(setup.host_slots());
-    // SAFETY: everything outlives the graph.
-    let launched = unsafe { kernel.launch(&job, &planes, stream.0, Default::default()) }.unwrap();
-    let mut graph = std::ptr::null_mut();
-    ok!(cuStreamEndCapture(stream.0, &mut graph));
+    let (launched, graph) = Graph::capture(&stream, || {
+        // SAFETY: everything outlives the graph.
+        unsafe { kernel.launch(&job, &planes, stream.0, Default::default()) }.unwrap()
+    });
     assert!(launched.is_captured() && setup.untouched(session));
-    let mut exec = std::ptr::null_mut();
-    ok!(cuGraphInstantiateWithFlags(&mut exec, graph, 0));
     for _ in 0..2 {
-        ok!(cuGraphLaunch(exec, stream.0));
-        stream.wait();
+        graph.replay(&stream);
         setup.check(session);
         setup.restore(session);
     }
-    ok!(cuGraphExecDestroy(exec));
-    ok!(cuGraphDestroy(graph));
+    drop(graph);
     kernel.take_captured_error().unwrap();
 }
 
