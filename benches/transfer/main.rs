@@ -116,22 +116,10 @@ impl World {
     }
 
     fn requests(&self, bench: &Bench, direction: usize, stream: &Stream) -> Vec<TransferRequest> {
-        // SAFETY: the stream outlives the requests.
-        let order = unsafe { Order::cuda(stream.0 as usize) };
-        let half = bench.lists.len() as u64;
-        let list = bench.lists.iter().enumerate().map(|(i, list)| {
-            let slots = SlotMapping::from_slots(list.as_slice());
-            let slab = self.slabs.span((i as u64 + half * direction as u64) * self.each, self.each).unwrap();
-            match direction {
-                0 => TransferRequest::scatter(&self.cache, slots, &slab).on(order),
-                _ => TransferRequest::gather(&self.cache, slots, &slab).on(order),
-            }
-        });
-        list.collect()
+        let list = bench.lists.iter().enumerate();
+        list.map(|(i, list)| self.request(bench, direction, stream, i, list)).collect()
     }
-}
 
-impl World {
     /// The first tokens of the first slab.
     fn part_of_a_slab(
         &self,
@@ -140,17 +128,28 @@ impl World {
         stream: &Stream,
         tokens: u64,
     ) -> TransferRequest {
-        // SAFETY: the stream outlives the request.
-        let order = unsafe { Order::cuda(stream.0 as usize) };
-        let slots = SlotMapping::from_slots(&bench.lists[0][..tokens as usize]);
-        let at = bench.lists.len() as u64 * direction as u64 * self.each;
+        let slots = &bench.lists[0][..tokens as usize];
+        self.request(bench, direction, stream, 0, slots).slab_tokens(tokens)
+    }
+
+    /// Loads read the first half of the slabs, stores write the second.
+    fn request(
+        &self,
+        bench: &Bench,
+        direction: usize,
+        stream: &Stream,
+        index: usize,
+        slots: &[i64],
+    ) -> TransferRequest {
+        let slots = SlotMapping::from_slots(slots);
+        let at = (index + bench.lists.len() * direction) as u64 * self.each;
         let slab = self.slabs.span(at, self.each).unwrap();
-        match direction {
+        let request = match direction {
             0 => TransferRequest::scatter(&self.cache, slots, &slab),
             _ => TransferRequest::gather(&self.cache, slots, &slab),
-        }
-        .slab_tokens(tokens)
-        .on(order)
+        };
+        // SAFETY: the stream outlives the request.
+        request.on(unsafe { Order::cuda(stream.0 as usize) })
     }
 }
 
