@@ -66,6 +66,49 @@ pub unsafe fn wait_for(event: sys::CUevent, stream: CUstream) -> Result<(), Driv
     check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, event, 0) })
 }
 
+/// Waiting on the device for a word that a kernel writes: finer than events, which mark the end of launches. Not every
+/// driver and device can.
+#[derive(Clone, Copy, Debug)]
+pub struct WordWaits(WaitValue);
+
+type WaitValue = unsafe extern "C" fn(CUstream, sys::CUdeviceptr, u64, u32) -> sys::CUresult;
+
+impl WordWaits {
+    /// `None` where driver or device cannot.
+    ///
+    /// # Errors
+    /// [`DriverError`].
+    pub fn of(context: &Context) -> Result<Option<Self>, DriverError> {
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS;
+        let mut can = 0;
+        // SAFETY: the out pointer is valid; the device belongs to a live context.
+        let found = unsafe { sys::cuDeviceGetAttribute(&raw mut can, attribute, context.get().cu_device()) };
+        match found {
+            // A driver of before the attribute.
+            sys::CUresult::CUDA_ERROR_INVALID_VALUE => return Ok(None),
+            found => check("cuDeviceGetAttribute", found)?,
+        }
+        // SAFETY: the function has this type in every driver that has it.
+        let function = unsafe { crate::library::symbol("cuStreamWaitValue64_v2") };
+        Ok(function.filter(|_| can != 0).map(WordWaits))
+    }
+
+    /// Makes what is queued on a stream from now on wait until a 64-bit word in device memory is at least `value`. The
+    /// context is current.
+    ///
+    /// # Errors
+    /// [`DriverError`].
+    ///
+    /// # Safety
+    /// The stream is live, and not being captured; the word is 8 bytes aligned and lives until the wait is over, and what
+    /// writes it was queued before.
+    pub unsafe fn at_least(self, addr: u64, value: u64, stream: CUstream) -> Result<(), DriverError> {
+        let flags = sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
+        // SAFETY: the caller's promise.
+        check("cuStreamWaitValue64", unsafe { (self.0)(stream, addr, value, flags) })
+    }
+}
+
 /// A stream of our own, which does not synchronise with the legacy default stream.
 #[derive(Debug)]
 pub struct OwnStream {

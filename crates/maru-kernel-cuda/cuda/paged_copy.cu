@@ -8,6 +8,20 @@
 // the link, and bytes in flight are what hides it.
 #include "paged_copy.h"
 
+// Tests run this source on the host, one thread after the other, and define these otherwise: each thread is then its
+// own warp and block.
+#ifndef MARU_LANE
+#define MARU_LANE (threadIdx.x % 32)
+#define MARU_LAST_OF_WARP (threadIdx.x % 32 == 31)
+#define MARU_WARPS (gridDim.x * (blockDim.x / 32))
+#define MARU_FIRST_OF_BLOCK (threadIdx.x == 0)
+#define MARU_BLOCKS gridDim.x
+// A word that the host polls or a stream waits for.
+static __device__ __forceinline__ void maru_publish(maru_u64 word, maru_u64 value) {
+    *reinterpret_cast<volatile maru_u64 *>(word) = value;
+}
+#endif
+
 namespace {
 
 // Loads a thread issues before it stores.
@@ -22,13 +36,25 @@ __device__ __forceinline__ maru_u64 divided(maru_u64 n, maru_u64 magic, maru_u32
     return __umul64hi(n << 1, magic) >> shift;
 }
 
-// Where a launch finds its slabs and slots. `slab_of` and `planes` split the planes of a batch by slab.
+// The parts of an access that do not depend on the token.
+struct Plane {
+    maru_u32 slab, kv, layer;
+};
+
+// A plane in slab order: K of all layers, then V.
+__device__ __forceinline__ Plane in_slab_order(maru_u32 slab, maru_u32 plane, maru_u32 layers) {
+    const maru_u32 kv = plane >= layers ? 1 : 0;
+    return {slab, kv, plane - kv * layers};
+}
+
+// Where a launch finds its slabs and slots, in which order it takes the planes, and whom it tells. A warp's threads go
+// round the loop together where `kTogether`, and say how far they are.
 
 // One slab, slots in device memory, read through the read-only cache.
 struct DeviceSlots {
+    static constexpr bool kTogether = false;
     const PagedCopyArgs &args;
-    __device__ __forceinline__ maru_u32 slab_of(maru_u32) const { return 0; }
-    __device__ __forceinline__ maru_u32 planes() const { return 0; }
+    __device__ __forceinline__ Plane plane(maru_u32 index) const { return in_slab_order(0, index, args.layers); }
     __device__ __forceinline__ maru_u64 slab(maru_u32) const { return args.slab; }
     __device__ __forceinline__ maru_i64 slot(maru_u32, maru_i64 token) const {
         return __ldg(reinterpret_cast<const maru_i64 *>(args.slots) + token);
@@ -37,23 +63,46 @@ struct DeviceSlots {
 
 // One slab, slots in the arguments, which the host has checked.
 struct InlineSlots {
+    static constexpr bool kTogether = false;
     const PagedCopyInlineArgs &args;
-    __device__ __forceinline__ maru_u32 slab_of(maru_u32) const { return 0; }
-    __device__ __forceinline__ maru_u32 planes() const { return 0; }
+    __device__ __forceinline__ Plane plane(maru_u32 index) const {
+        return in_slab_order(0, index, args.copy.layers);
+    }
     __device__ __forceinline__ maru_u64 slab(maru_u32) const { return args.copy.slab; }
     __device__ __forceinline__ maru_i64 slot(maru_u32, maru_u32 token) const { return args.slots[token]; }
 };
 
 // Many slabs, slots in device memory, which the host has checked.
 struct Batch {
+    static constexpr bool kTogether = false;
     const PagedCopyBatchArgs &args;
-    __device__ __forceinline__ maru_u32 slab_of(maru_u32 plane) const {
-        return divided(plane, args.planes_magic, args.planes_shift);
+    __device__ __forceinline__ Plane plane(maru_u32 index) const {
+        const maru_u32 slab = divided(index, args.planes_magic, args.planes_shift);
+        return in_slab_order(slab, index - slab * args.planes, args.copy.layers);
     }
-    __device__ __forceinline__ maru_u32 planes() const { return args.planes; }
     __device__ __forceinline__ maru_u64 slab(maru_u32 which) const { return args.slabs[which].slab; }
     __device__ __forceinline__ maru_i64 slot(maru_u32 which, maru_u32 token) const {
         return __ldg(reinterpret_cast<const maru_i64 *>(args.slabs[which].slots) + token);
+    }
+};
+
+// The same layer by layer: K and V of the first layer of all slabs, then of the next. A run of layers is there when
+// every warp is past it.
+struct Layers {
+    static constexpr bool kTogether = true;
+    const PagedCopyLayersArgs &args;
+    maru_u32 run, end;  // the run this warp is in, and where it ends
+
+    __device__ __forceinline__ explicit Layers(const PagedCopyLayersArgs &args)
+        : args(args), run(0), end(args.first_units) {}
+    __device__ __forceinline__ Plane plane(maru_u32 index) const {
+        const maru_u32 layer = divided(index, args.batch.planes_magic, args.batch.planes_shift);
+        const maru_u32 within = index - layer * args.batch.planes;
+        return {within >> args.pair, within & args.pair, layer};
+    }
+    __device__ __forceinline__ maru_u64 slab(maru_u32 which) const { return args.batch.slabs[which].slab; }
+    __device__ __forceinline__ maru_i64 slot(maru_u32 which, maru_u32 token) const {
+        return __ldg(reinterpret_cast<const maru_i64 *>(args.batch.slabs[which].slots) + token);
     }
 };
 
@@ -84,13 +133,60 @@ __device__ __forceinline__ void report(const PagedCopyArgs &args, const DeviceSl
 template <class Source>
 __device__ __forceinline__ void report(const PagedCopyArgs &, const Source, maru_u32) {}
 
+// Counts one of `all` arrivals, of the threads that did what a word tells; the last one tells it. The fence before
+// the count makes what the others of its block or warp did visible first; `kFar` where that is not device memory.
+template <bool kFar>
+__device__ __forceinline__ bool last_to_arrive(maru_u64 counter, maru_u32 all) {
+    if (kFar) {
+        __threadfence_system();
+    } else {
+        __threadfence();
+    }
+    if (atomicInc(reinterpret_cast<maru_u32 *>(counter), all - 1) != all - 1) return false;
+    __threadfence_system();
+    return true;
+}
+
+// The launch is over.
+template <bool kFar, class Source>
+__device__ __forceinline__ void tell(const PagedCopyArgs &args, Source &) {
+    if (args.counters == 0) return;
+    __syncthreads();
+    if (!MARU_FIRST_OF_BLOCK) return;
+    if (last_to_arrive<kFar>(args.counters, MARU_BLOCKS)) maru_publish(args.seen, args.value);
+}
+
+// Every run whose end this warp has reached is there, as far as it is concerned. `next`: its next access.
+__device__ __forceinline__ void pass(Layers &layers, maru_u32 next) {
+    if (next < layers.end || layers.run == layers.args.runs) return;
+    const PagedCopyArgs &args = layers.args.batch.copy;
+    __syncwarp();
+    do {
+        if (MARU_LAST_OF_WARP && last_to_arrive<false>(args.counters + 4 * layers.run, MARU_WARPS)) {
+            maru_publish(layers.args.words + 8 * layers.run, args.value);
+            maru_publish(args.seen + 8 * layers.run, args.value);
+        }
+        layers.run += 1;
+        layers.end += layers.args.run_units;
+    } while (layers.run < layers.args.runs && next >= layers.end);
+}
+
+template <class Source>
+__device__ __forceinline__ void pass(Source &, maru_u32) {}
+
+template <bool kFar>
+__device__ __forceinline__ void tell(const PagedCopyArgs &, Layers &layers) {
+    pass(layers, 0xffffffffu);
+}
+
 template <class Word, bool kScatter, class Source>
-__device__ __forceinline__ void paged_copy(const PagedCopyArgs &args, const Source source) {
+__device__ __forceinline__ void paged_copy(const PagedCopyArgs &args, Source source) {
     const maru_u64 *planes = reinterpret_cast<const maru_u64 *>(args.planes);
     const maru_u32 step = gridDim.x * blockDim.x;
     if (args.error != 0) report(args, source, step);
+    const maru_u32 lane = Source::kTogether ? MARU_LANE : 0;
     // The host keeps units + 2 * kInFlight * step below 2^32.
-    for (maru_u32 first = blockIdx.x * blockDim.x + threadIdx.x; first < args.units;
+    for (maru_u32 first = blockIdx.x * blockDim.x + threadIdx.x; first - lane < args.units;
          first += kInFlight * step) {
         maru_u64 paged[kInFlight];
         maru_u64 slab[kInFlight];
@@ -104,20 +200,17 @@ __device__ __forceinline__ void paged_copy(const PagedCopyArgs &args, const Sour
             const maru_u32 within = unit - row_of_plane * args.token_units;
             const maru_u32 any_plane = divided(row_of_plane, args.tokens_magic, args.tokens_shift);
             const maru_u32 token = row_of_plane - any_plane * args.tokens;
-            const maru_u32 which = source.slab_of(any_plane);
-            const maru_u32 plane = any_plane - which * source.planes();
-            const maru_u32 kv = plane >= args.layers ? 1 : 0;
-            const maru_u32 layer = plane - kv * args.layers;
+            const Plane plane = source.plane(any_plane);
             const maru_u32 row = divided(within, args.row_magic, args.row_shift);
             const maru_u32 column = within - row * args.row_units;
 
-            const maru_u64 slot = static_cast<maru_u64>(source.slot(which, token));
-            const maru_u64 base = __ldg(planes + (static_cast<maru_u64>(kv) * args.plane_pitch + layer));
+            const maru_u64 slot = static_cast<maru_u64>(source.slot(plane.slab, token));
+            const maru_u64 base = __ldg(planes + (static_cast<maru_u64>(plane.kv) * args.plane_pitch + plane.layer));
             const maru_u64 block = divided(slot, args.block_magic, args.block_shift);
             const maru_u64 offset = slot - block * args.block_size;
             paged[k] = base + block * args.block_stride + offset * args.token_stride +
                        row * args.row_stride + static_cast<maru_u64>(column) * sizeof(Word);
-            slab[k] = source.slab(which) + kv * args.slab_kv_stride + layer * args.slab_layer_stride +
+            slab[k] = source.slab(plane.slab) + plane.kv * args.slab_kv_stride + plane.layer * args.slab_layer_stride +
                       token * args.slab_token_stride + static_cast<maru_u64>(within) * sizeof(Word);
             // -1 and bad slots are huge as unsigned numbers.
             live[k] = wanted < args.units && slot < args.num_slots;
@@ -131,7 +224,9 @@ __device__ __forceinline__ void paged_copy(const PagedCopyArgs &args, const Sour
         for (int k = 0; k < kInFlight; ++k) {
             if (live[k]) __stcs(reinterpret_cast<Word *>(kScatter ? paged[k] : slab[k]), words[k]);
         }
+        pass(source, first - lane + kInFlight * step);
     }
+    tell<!kScatter>(args, source);
 }
 
 }  // namespace
@@ -166,3 +261,9 @@ MARU_ENTRIES(scatter, true)
 
 MARU_BATCH_ENTRY(gather, false)
 MARU_BATCH_ENTRY(scatter, true)
+
+// For loads: of a store no layer is worth telling alone, its other end is the whole slab.
+extern "C" __global__ void __launch_bounds__(1024)
+    maru_scatter_16_layers(const __grid_constant__ PagedCopyLayersArgs args) {
+    paged_copy<uint4, true>(args.batch.copy, Layers{args});
+}

@@ -15,6 +15,9 @@ typedef unsigned int maru_u32;
 // Slabs of a batch.
 #define MARU_BATCH_SLABS 128
 
+// Runs of layers that a launch can tell of.
+#define MARU_RUNS 128
+
 // Where the first bad slot of a launch with slots in device memory is reported.
 struct PagedCopyError {
     maru_u64 raised;  // 0 until written, then 1
@@ -46,6 +49,9 @@ struct PagedCopyArgs {
     maru_u64 slab_token_stride;  // bytes
     maru_u64 first_token;        // index of this launch's first token in the transfer
     maru_u64 earlier;            // tokens of the transfer's earlier launches, just before `slots`
+    maru_u64 counters;           // 32-bit counters in device memory, zero between launches; 0: nobody is told
+    maru_u64 seen;               // 64-bit words in host memory, as the device addresses it
+    maru_u64 value;              // what is written there when it is over, more than ever before
     maru_u32 block_shift;
     maru_u32 units;              // accesses of this launch: planes * layers * tokens * token_units
     maru_u32 token_units;        // accesses of one token in one plane
@@ -61,6 +67,9 @@ struct PagedCopyArgs {
     maru_u32 plane_pitch;        // layers of the table
     maru_u32 unused;
 };
+
+// When all accesses of a launch are done, the first word of `seen` becomes `value`: whoever counts the last of the
+// first counter's arrivals writes it, and leaves the counter zero.
 
 // The same with the slots by value.
 struct PagedCopyInlineArgs {
@@ -85,6 +94,17 @@ struct PagedCopyBatchArgs {
     PagedCopySlab slabs[MARU_BATCH_SLABS];
 };
 
+// A batch in the order of its layers: layer, slab, plane of the layer, token, byte. Its layers are told of in runs:
+// word r of `words` and of `seen` becomes `value` when run r is there, by counter r.
+struct PagedCopyLayersArgs {
+    PagedCopyBatchArgs batch;  // but `planes` are those of one layer of all slabs
+    maru_u64 words;            // 64-bit words in device memory
+    maru_u32 runs;             // at most MARU_RUNS
+    maru_u32 first_units;      // accesses of the first run
+    maru_u32 run_units;        // of every other, the last excepted
+    maru_u32 pair;             // 1 if a layer has K and V, else 0
+};
+
 // NVRTC has no offsetof in any spelling; nvcc and the host compiler check the same file.
 #ifdef __CUDACC_RTC__
 #define MARU_AT(type, field, offset) static_assert(true, "")
@@ -93,11 +113,12 @@ struct PagedCopyBatchArgs {
     static_assert(__builtin_offsetof(type, field) == (offset), #type "." #field)
 #endif
 static_assert(sizeof(PagedCopyError) == 32, "PagedCopyError");
-static_assert(sizeof(PagedCopyArgs) == 176, "PagedCopyArgs");
-static_assert(sizeof(PagedCopyInlineArgs) == 176 + 8 * MARU_INLINE_SLOTS, "PagedCopyInlineArgs");
+static_assert(sizeof(PagedCopyArgs) == 200, "PagedCopyArgs");
+static_assert(sizeof(PagedCopyInlineArgs) == 200 + 8 * MARU_INLINE_SLOTS, "PagedCopyInlineArgs");
 static_assert(sizeof(PagedCopySlab) == 16, "PagedCopySlab");
-static_assert(sizeof(PagedCopyBatchArgs) == 192 + 16 * MARU_BATCH_SLABS, "PagedCopyBatchArgs");
-static_assert(sizeof(PagedCopyBatchArgs) <= 4096 && sizeof(PagedCopyInlineArgs) <= 4096, "kernel parameters of PTX before 8.1 end at 4 KiB");
+static_assert(sizeof(PagedCopyBatchArgs) == 216 + 16 * MARU_BATCH_SLABS, "PagedCopyBatchArgs");
+static_assert(sizeof(PagedCopyLayersArgs) == 216 + 16 * MARU_BATCH_SLABS + 24, "PagedCopyLayersArgs");
+static_assert(sizeof(PagedCopyLayersArgs) <= 4096 && sizeof(PagedCopyInlineArgs) <= 4096, "kernel parameters of PTX before 8.1 end at 4 KiB");
 MARU_AT(PagedCopyError, token, 8);
 MARU_AT(PagedCopyError, slot, 16);
 MARU_AT(PagedCopyArgs, planes, 0);
@@ -115,22 +136,30 @@ MARU_AT(PagedCopyArgs, slab_layer_stride, 88);
 MARU_AT(PagedCopyArgs, slab_token_stride, 96);
 MARU_AT(PagedCopyArgs, first_token, 104);
 MARU_AT(PagedCopyArgs, earlier, 112);
-MARU_AT(PagedCopyArgs, block_shift, 120);
-MARU_AT(PagedCopyArgs, units, 124);
-MARU_AT(PagedCopyArgs, token_units, 128);
-MARU_AT(PagedCopyArgs, token_magic, 132);
-MARU_AT(PagedCopyArgs, token_shift, 136);
-MARU_AT(PagedCopyArgs, tokens, 140);
-MARU_AT(PagedCopyArgs, tokens_magic, 144);
-MARU_AT(PagedCopyArgs, tokens_shift, 148);
-MARU_AT(PagedCopyArgs, row_units, 152);
-MARU_AT(PagedCopyArgs, row_magic, 156);
-MARU_AT(PagedCopyArgs, row_shift, 160);
-MARU_AT(PagedCopyArgs, layers, 164);
-MARU_AT(PagedCopyArgs, plane_pitch, 168);
-MARU_AT(PagedCopyInlineArgs, slots, 176);
+MARU_AT(PagedCopyArgs, counters, 120);
+MARU_AT(PagedCopyArgs, seen, 128);
+MARU_AT(PagedCopyArgs, value, 136);
+MARU_AT(PagedCopyArgs, block_shift, 144);
+MARU_AT(PagedCopyArgs, units, 148);
+MARU_AT(PagedCopyArgs, token_units, 152);
+MARU_AT(PagedCopyArgs, token_magic, 156);
+MARU_AT(PagedCopyArgs, token_shift, 160);
+MARU_AT(PagedCopyArgs, tokens, 164);
+MARU_AT(PagedCopyArgs, tokens_magic, 168);
+MARU_AT(PagedCopyArgs, tokens_shift, 172);
+MARU_AT(PagedCopyArgs, row_units, 176);
+MARU_AT(PagedCopyArgs, row_magic, 180);
+MARU_AT(PagedCopyArgs, row_shift, 184);
+MARU_AT(PagedCopyArgs, layers, 188);
+MARU_AT(PagedCopyArgs, plane_pitch, 192);
+MARU_AT(PagedCopyInlineArgs, slots, 200);
 MARU_AT(PagedCopySlab, slots, 8);
-MARU_AT(PagedCopyBatchArgs, planes, 176);
-MARU_AT(PagedCopyBatchArgs, planes_magic, 180);
-MARU_AT(PagedCopyBatchArgs, planes_shift, 184);
-MARU_AT(PagedCopyBatchArgs, slabs, 192);
+MARU_AT(PagedCopyBatchArgs, planes, 200);
+MARU_AT(PagedCopyBatchArgs, planes_magic, 204);
+MARU_AT(PagedCopyBatchArgs, planes_shift, 208);
+MARU_AT(PagedCopyBatchArgs, slabs, 216);
+MARU_AT(PagedCopyLayersArgs, words, 2264);
+MARU_AT(PagedCopyLayersArgs, runs, 2272);
+MARU_AT(PagedCopyLayersArgs, first_units, 2276);
+MARU_AT(PagedCopyLayersArgs, run_units, 2280);
+MARU_AT(PagedCopyLayersArgs, pair, 2284);

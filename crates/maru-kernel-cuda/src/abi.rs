@@ -13,6 +13,9 @@ pub const INLINE_SLOTS: usize = 256;
 /// Slabs of a batch.
 pub const BATCH_SLABS: usize = 128;
 
+/// Runs of layers that a launch can tell of.
+pub const RUNS: usize = 128;
+
 /// Where a launch reports the first bad slot it met.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -61,6 +64,12 @@ pub struct PagedCopyArgs {
     pub first_token: u64,
     /// Tokens of the transfer's earlier launches, just before `slots`.
     pub earlier: u64,
+    /// Counters in device memory, 0 to tell nobody.
+    pub counters: u64,
+    /// Words in host memory, as the device addresses it.
+    pub seen: u64,
+    /// What is written there when it is over.
+    pub value: u64,
     /// Shift of the division by `block_size`.
     pub block_shift: u32,
     /// Accesses of this launch.
@@ -129,18 +138,44 @@ pub struct PagedCopyBatchArgs {
     pub slabs: [PagedCopySlab; BATCH_SLABS],
 }
 
+/// A batch in the order of its layers, which tells of each run of them.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagedCopyLayersArgs {
+    /// What is moved; its `planes` are those of one layer of all slabs.
+    pub batch: PagedCopyBatchArgs,
+    /// Words in device memory.
+    pub words: u64,
+    /// At most [`RUNS`].
+    pub runs: u32,
+    /// Accesses of the first run.
+    pub first_units: u32,
+    /// Accesses of every other, the last excepted.
+    pub run_units: u32,
+    /// 1 if a layer has K and V, else 0.
+    pub pair: u32,
+}
+
 const _: () = {
+    const LAYERS: usize = 216 + 16 * BATCH_SLABS;
+    assert!(size_of::<PagedCopyLayersArgs>() == LAYERS + 24);
+    assert!(size_of::<PagedCopyLayersArgs>() <= 4096);
+    assert!(offset_of!(PagedCopyLayersArgs, words) == LAYERS);
+    assert!(offset_of!(PagedCopyLayersArgs, runs) == LAYERS + 8);
+    assert!(offset_of!(PagedCopyLayersArgs, first_units) == LAYERS + 12);
+    assert!(offset_of!(PagedCopyLayersArgs, run_units) == LAYERS + 16);
+    assert!(offset_of!(PagedCopyLayersArgs, pair) == LAYERS + 20);
     assert!(size_of::<PagedCopySlab>() == 16);
-    assert!(size_of::<PagedCopyBatchArgs>() == 192 + 16 * BATCH_SLABS);
+    assert!(size_of::<PagedCopyBatchArgs>() == 216 + 16 * BATCH_SLABS);
     assert!(size_of::<PagedCopyBatchArgs>() <= 4096);
     assert!(offset_of!(PagedCopySlab, slots) == 8);
-    assert!(offset_of!(PagedCopyBatchArgs, planes) == 176);
-    assert!(offset_of!(PagedCopyBatchArgs, planes_magic) == 180);
-    assert!(offset_of!(PagedCopyBatchArgs, planes_shift) == 184);
-    assert!(offset_of!(PagedCopyBatchArgs, slabs) == 192);
+    assert!(offset_of!(PagedCopyBatchArgs, planes) == 200);
+    assert!(offset_of!(PagedCopyBatchArgs, planes_magic) == 204);
+    assert!(offset_of!(PagedCopyBatchArgs, planes_shift) == 208);
+    assert!(offset_of!(PagedCopyBatchArgs, slabs) == 216);
     assert!(size_of::<PagedCopyError>() == 32);
-    assert!(size_of::<PagedCopyArgs>() == 176);
-    assert!(size_of::<PagedCopyInlineArgs>() == 176 + 8 * INLINE_SLOTS);
+    assert!(size_of::<PagedCopyArgs>() == 200);
+    assert!(size_of::<PagedCopyInlineArgs>() == 200 + 8 * INLINE_SLOTS);
     assert!(size_of::<PagedCopyInlineArgs>() <= 4096);
     assert!(offset_of!(PagedCopyError, token) == 8);
     assert!(offset_of!(PagedCopyError, slot) == 16);
@@ -159,20 +194,23 @@ const _: () = {
     assert!(offset_of!(PagedCopyArgs, slab_token_stride) == 96);
     assert!(offset_of!(PagedCopyArgs, first_token) == 104);
     assert!(offset_of!(PagedCopyArgs, earlier) == 112);
-    assert!(offset_of!(PagedCopyArgs, block_shift) == 120);
-    assert!(offset_of!(PagedCopyArgs, units) == 124);
-    assert!(offset_of!(PagedCopyArgs, token_units) == 128);
-    assert!(offset_of!(PagedCopyArgs, token_magic) == 132);
-    assert!(offset_of!(PagedCopyArgs, token_shift) == 136);
-    assert!(offset_of!(PagedCopyArgs, tokens) == 140);
-    assert!(offset_of!(PagedCopyArgs, tokens_magic) == 144);
-    assert!(offset_of!(PagedCopyArgs, tokens_shift) == 148);
-    assert!(offset_of!(PagedCopyArgs, row_units) == 152);
-    assert!(offset_of!(PagedCopyArgs, row_magic) == 156);
-    assert!(offset_of!(PagedCopyArgs, row_shift) == 160);
-    assert!(offset_of!(PagedCopyArgs, layers) == 164);
-    assert!(offset_of!(PagedCopyArgs, plane_pitch) == 168);
-    assert!(offset_of!(PagedCopyInlineArgs, slots) == 176);
+    assert!(offset_of!(PagedCopyArgs, counters) == 120);
+    assert!(offset_of!(PagedCopyArgs, seen) == 128);
+    assert!(offset_of!(PagedCopyArgs, value) == 136);
+    assert!(offset_of!(PagedCopyArgs, block_shift) == 144);
+    assert!(offset_of!(PagedCopyArgs, units) == 148);
+    assert!(offset_of!(PagedCopyArgs, token_units) == 152);
+    assert!(offset_of!(PagedCopyArgs, token_magic) == 156);
+    assert!(offset_of!(PagedCopyArgs, token_shift) == 160);
+    assert!(offset_of!(PagedCopyArgs, tokens) == 164);
+    assert!(offset_of!(PagedCopyArgs, tokens_magic) == 168);
+    assert!(offset_of!(PagedCopyArgs, tokens_shift) == 172);
+    assert!(offset_of!(PagedCopyArgs, row_units) == 176);
+    assert!(offset_of!(PagedCopyArgs, row_magic) == 180);
+    assert!(offset_of!(PagedCopyArgs, row_shift) == 184);
+    assert!(offset_of!(PagedCopyArgs, layers) == 188);
+    assert!(offset_of!(PagedCopyArgs, plane_pitch) == 192);
+    assert!(offset_of!(PagedCopyInlineArgs, slots) == 200);
 };
 
 /// One compiled kernel: direction, access width, place of the slots.
@@ -202,11 +240,12 @@ const NAMES: [&CStr; Entry::COUNT] = [
     c"maru_scatter_16_inline",
     c"maru_gather_16_batch",
     c"maru_scatter_16_batch",
+    c"maru_scatter_16_layers",
 ];
 
 impl Entry {
     /// Entry points of the image.
-    pub const COUNT: usize = 22;
+    pub const COUNT: usize = 23;
 
     /// The entry for a direction, an access width (a power of two, at most 16; anything else is taken as
     /// the next lower one) and slots by value or in device memory.
@@ -238,9 +277,14 @@ impl Entry {
         }
     }
 
+    /// The entry for many slabs whose layers are told of as they come, full width; loads only.
+    pub fn layers() -> Self {
+        Entry(22)
+    }
+
     /// Every entry point.
     pub fn all() -> impl Iterator<Item = Entry> {
-        (0..22).map(Entry)
+        (0..23).map(Entry)
     }
 
     /// Position in [`Entry::all`].
@@ -270,6 +314,7 @@ mod tests {
         }
         assert_eq!(Entry::batch(Direction::Gather).name(), c"maru_gather_16_batch");
         assert_eq!(Entry::batch(Direction::Scatter).name(), c"maru_scatter_16_batch");
+        assert_eq!(Entry::layers().name(), c"maru_scatter_16_layers");
         assert_eq!(Entry::all().count(), Entry::COUNT);
         assert!(Entry::all().enumerate().all(|(i, e)| e.index() == i));
     }

@@ -2,11 +2,11 @@
 //! small slabs feel.
 
 use cudarc::driver::sys::{CUevent, CUstream};
-use maru_driver::stream::wait_for;
+use maru_driver::stream::{synchronize, wait_for};
 use maru_layout::CopyJob;
 
 use crate::session::Session;
-use crate::{KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable};
+use crate::{KernelError, LaunchOptions, Launched, LaunchedRun, PagedCopyKernel, PlaneTable};
 
 /// Transfers that go together: jobs of a [`PagedCopyKernel`], or pieces of a [`crate::StagedMover`].
 #[derive(Clone, Copy, Debug)]
@@ -86,7 +86,49 @@ impl PagedCopyKernel {
                     tracing::error!(error = %other, "an earlier slab of a failed batch had failed too");
                 }
             }
+            // The launches have told that they are over; now the stream has come to their ends, too.
+            // SAFETY: the stream is the caller's promise.
+            if let Err(error) = unsafe { synchronize(stream) } {
+                tracing::error!(%error, "a failed batch could not be waited for");
+            }
         }
         outcome.map(|()| queued)
+    }
+
+    /// Puts loads of one cache on the caller's stream by one launch, in the order of their layers: K and V of the
+    /// first layer of all of them, then of the next. The layers come in runs, each of which can be waited for alone:
+    /// up to the next layer of the cache whose number `layers_per_run` divides. The host does nothing more for it.
+    ///
+    /// `None`, with nothing queued, where one launch cannot do that: jobs that are no loads, differ in more than slab
+    /// and slots, write the same pages, have their slots on the device or rows that 16 bytes do not divide, are too many,
+    /// or while the stream is being captured. [`PagedCopyKernel::launch_steps`] then takes them run by run.
+    ///
+    /// # Errors
+    /// As [`PagedCopyKernel::launch`].
+    ///
+    /// # Safety
+    /// As [`PagedCopyKernel::launch`], for every job.
+    pub unsafe fn launch_by_layer(
+        &self,
+        jobs: &[CopyJob],
+        planes: &PlaneTable,
+        stream: CUstream,
+        options: LaunchOptions,
+        layers_per_run: u32,
+    ) -> Result<Option<Vec<LaunchedRun>>, KernelError> {
+        if jobs.iter().any(|job| !planes.is_of(job.plan().bases())) {
+            return Err(KernelError::WrongPlanes);
+        }
+        let _current = self.inner.context.enter()?;
+        // SAFETY: the caller's promises, passed on.
+        let mut session = unsafe { Session::new(self, planes, stream, options) }?;
+        // SAFETY: as above.
+        let launched = unsafe { session.put_layers(jobs, layers_per_run) }?;
+        let finished = session.finish();
+        if let (Err(_), Some(launched)) = (&finished, &launched) {
+            // The caller must know that nothing is in flight.
+            drop(launched.wait());
+        }
+        finished.map(|()| launched.map(LaunchedRun::all_of))
     }
 }

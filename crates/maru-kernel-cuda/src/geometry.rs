@@ -2,10 +2,12 @@
 //! kernel's source on the host.
 
 mod batch;
+mod layers;
 
 use maru_layout::{CopyJob, Geometry};
 
 pub use self::batch::BatchLaunch;
+pub use self::layers::LayersLaunch;
 use crate::KernelError;
 use crate::abi::{Entry, INLINE_SLOTS, PagedCopyArgs};
 

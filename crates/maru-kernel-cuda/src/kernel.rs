@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{self, CUstream};
-use maru_driver::{Context, check, stream as streams};
+use maru_driver::stream::{self as streams, WordWaits};
+use maru_driver::{Context, check};
 use maru_layout::{CopyJob, CopyPlan};
 
 use crate::abi::{Entry, PagedCopyArgs, PagedCopyInlineArgs};
@@ -61,6 +62,8 @@ pub(crate) struct Inner {
     pub(crate) captured: Ticket,
     /// Slots of the cache of the last captured launch, for the message.
     pub(crate) captured_slots: AtomicU64,
+    /// How streams wait for a run; `None` where they can wait for events only.
+    pub(crate) word_waits: Option<WordWaits>,
     pub(crate) context: Context,
 }
 
@@ -94,13 +97,14 @@ impl PagedCopyKernel {
         crate::device::check_capability(context.get().ordinal(), context.get().cu_device())?;
         let current = context.enter()?;
         let module = Module::load(&context, images)?;
-        let tickets = Tickets::new(&context);
+        let tickets = Tickets::new(&context)?;
+        let word_waits = WordWaits::of(&context)?;
         let ring = SlotRing::new(&context)?;
         let captured = tickets.take()?;
         drop(current);
         tracing::debug!(device = context.get().ordinal(), image = %module.image, "native kernel loaded");
         let captured_slots = AtomicU64::new(0);
-        let inner = Inner { module, tickets, ring, captured, captured_slots, context };
+        let inner = Inner { module, tickets, ring, captured, captured_slots, word_waits, context };
         Ok(PagedCopyKernel { inner: Arc::new(inner) })
     }
 

@@ -2,12 +2,18 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
+use maru_driver::stream::is_capturing;
 
 use crate::kernel::Inner;
-use crate::tickets::Ticket;
+use crate::tickets::{Ticket, Told};
 use crate::{KernelError, PlaneTable};
+
+/// How long a thread polls for the word of a launch before it lets the driver wait: words are there a microsecond
+/// before the driver says so, which matters to short transfers only.
+const POLL: Duration = Duration::from_micros(100);
 
 /// A transfer on its way.
 ///
@@ -39,20 +45,92 @@ pub(crate) enum State {
 #[derive(Debug)]
 pub(crate) struct Mark {
     ticket: Ticket,
+    /// What the launch tells before its event does; `None` for what is no launch of the kernel.
+    told: Option<Told>,
+    /// Runs that it tells of; one if it tells of the end only.
+    runs: usize,
     /// Set once it is known to be reached, so that the ticket can be used again without asking.
     over: AtomicBool,
     kernel: Arc<Inner>,
 }
 
 impl Mark {
-    /// Around a ticket that is recorded.
-    pub(crate) fn new(kernel: &Arc<Inner>, ticket: Ticket) -> Arc<Self> {
-        Arc::new(Mark { ticket, over: AtomicBool::new(false), kernel: Arc::clone(kernel) })
+    /// Around a ticket that is recorded behind the launch that tells.
+    pub(crate) fn new(kernel: &Arc<Inner>, ticket: Ticket, told: Option<Told>, runs: usize) -> Arc<Self> {
+        Arc::new(Mark { ticket, told, runs, over: AtomicBool::new(false), kernel: Arc::clone(kernel) })
     }
 
-    /// Whether someone has found it reached. Asks no driver.
+    /// Whether it is known to be reached. Asks no driver.
     pub(crate) fn is_known_over(&self) -> bool {
-        self.over.load(Ordering::Relaxed)
+        self.over.load(Ordering::Relaxed) || self.has_told(self.runs.saturating_sub(1))
+    }
+
+    /// Whether the launch has told that a run is there.
+    fn has_told(&self, run: usize) -> bool {
+        self.told.is_some_and(|told| told.is_there(run))
+    }
+
+    /// Whether a run is there.
+    fn is_there(&self, run: usize) -> Result<bool, KernelError> {
+        if self.has_told(run) || self.is_known_over() {
+            return Ok(true);
+        }
+        let _current = self.kernel.context.enter()?;
+        // Not only for launches that tell nothing: a failed one never tells.
+        // SAFETY: the pool lives as long as the kernel, which this value keeps alive.
+        let over = unsafe { self.ticket.is_complete() }?;
+        self.over.fetch_or(over, Ordering::Relaxed);
+        Ok(over)
+    }
+
+    /// Waits until a run is there.
+    fn wait(&self, run: usize) -> Result<(), KernelError> {
+        let begun = Instant::now();
+        while self.told.is_some() && begun.elapsed() < POLL {
+            if self.has_told(run) {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        if self.is_known_over() {
+            return Ok(());
+        }
+        if run + 1 < self.runs {
+            // The event is that of the last run.
+            while !self.is_there(run)? {
+                std::thread::yield_now();
+            }
+            return Ok(());
+        }
+        let _current = self.kernel.context.enter()?;
+        // SAFETY: as above.
+        unsafe { self.ticket.wait() }?;
+        self.over.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Makes what is queued on a stream from now on wait for a run: by its word if it has one, else by the event
+    /// behind all of them.
+    ///
+    /// # Safety
+    /// `stream` is a live stream.
+    unsafe fn order_run_before(&self, run: usize, stream: CUstream) -> Result<(), KernelError> {
+        if self.has_told(run) {
+            return Ok(());
+        }
+        let _current = self.kernel.context.enter()?;
+        if let (Some(told), Some(waits)) = (self.told, self.kernel.word_waits)
+            && run + 1 < self.runs
+            // In a graph the wait would be for a value that was reached long ago.
+            // SAFETY: the stream is the caller's promise.
+            && !unsafe { is_capturing(stream) }?
+        {
+            let (addr, value) = told.device_word(run);
+            // SAFETY: as above; the launch is queued. The word lives as long as the context's work: freeing it waits.
+            return Ok(unsafe { waits.at_least(addr, value, stream) }?);
+        }
+        // SAFETY: as above; the context is current.
+        unsafe { self.order_before(stream) }
     }
 
     /// Makes what is queued on a stream from now on wait for it. The context is current.
@@ -105,12 +183,9 @@ impl Launched {
     /// [`KernelError::SlotOutOfRange`] once it is over and a slot in device memory was bad.
     pub fn is_complete(&self) -> Result<bool, KernelError> {
         let State::Queued { mark, .. } = &self.state else { return Ok(true) };
-        let _current = mark.kernel.context.enter()?;
-        // SAFETY: the pool lives as long as the kernel, which the mark keeps alive.
-        if !unsafe { mark.ticket.is_complete() }? {
+        if !mark.is_there(mark.runs.saturating_sub(1))? {
             return Ok(false);
         }
-        mark.over.store(true, Ordering::Relaxed);
         self.outcome().map(|()| true)
     }
 
@@ -120,10 +195,7 @@ impl Launched {
     /// As [`Launched::is_complete`].
     pub fn wait(&self) -> Result<(), KernelError> {
         let State::Queued { mark, .. } = &self.state else { return Ok(()) };
-        let _current = mark.kernel.context.enter()?;
-        // SAFETY: as above.
-        unsafe { mark.ticket.wait() }?;
-        mark.over.store(true, Ordering::Relaxed);
+        mark.wait(mark.runs.saturating_sub(1))?;
         self.outcome()
     }
 
@@ -157,5 +229,51 @@ impl Launched {
             }
             _ => Ok(()),
         }
+    }
+}
+
+/// Some layers of a load that tells of its layers as they come, see
+/// [`crate::PagedCopyKernel::launch_by_layer`]. Dropping it neither waits nor cancels.
+#[derive(Clone, Debug)]
+pub struct LaunchedRun {
+    all: Arc<Launched>,
+    run: usize,
+}
+
+impl LaunchedRun {
+    /// The runs of a launch.
+    pub(crate) fn all_of(launched: Launched) -> Vec<Self> {
+        let runs = launched.mark().map_or(0, |mark| mark.runs);
+        let all = Arc::new(launched);
+        (0..runs).map(|run| LaunchedRun { all: Arc::clone(&all), run }).collect()
+    }
+
+    /// Whether the layers are there. Does not wait.
+    ///
+    /// # Errors
+    /// [`KernelError::Driver`] if the driver reports one, which may stem from other work of the context.
+    pub fn is_complete(&self) -> Result<bool, KernelError> {
+        self.all.mark().map_or(Ok(true), |mark| mark.is_there(self.run))
+    }
+
+    /// Waits until the layers are there.
+    ///
+    /// # Errors
+    /// As [`LaunchedRun::is_complete`].
+    pub fn wait(&self) -> Result<(), KernelError> {
+        self.all.mark().map_or(Ok(()), |mark| mark.wait(self.run))
+    }
+
+    /// Makes everything queued on `stream` from now on wait for the layers; for the whole load where the device cannot
+    /// wait for less. The host does not wait.
+    ///
+    /// # Errors
+    /// [`KernelError::Driver`].
+    ///
+    /// # Safety
+    /// `stream` is a live stream.
+    pub unsafe fn order_before(&self, stream: CUstream) -> Result<(), KernelError> {
+        // SAFETY: the caller's promise.
+        self.all.mark().map_or(Ok(()), |mark| unsafe { mark.order_run_before(self.run, stream) })
     }
 }

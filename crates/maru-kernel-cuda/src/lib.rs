@@ -42,6 +42,6 @@ pub use device::{availability, device_count, open_context};
 pub use error::KernelError;
 pub use image::Image;
 pub use kernel::{LaunchOptions, PagedCopyKernel};
-pub use launched::Launched;
+pub use launched::{Launched, LaunchedRun};
 pub use planes::PlaneTable;
 pub use staged::{StagedLaunch, StagedMover, StagedOptions};

@@ -8,10 +8,10 @@ use maru_driver::stream as streams;
 use maru_layout::{CopyJob, JobSlots};
 
 use crate::abi::{INLINE_SLOTS, PagedCopyInlineArgs};
-use crate::geometry::{Addresses, BatchLaunch, Launch, Launches, SlotSource};
+use crate::geometry::{Addresses, BatchLaunch, Launch, Launches, LayersLaunch, SlotSource};
 use crate::launched::{Mark, State};
 use crate::ring::{CAPACITY, SlotLists};
-use crate::tickets::Ticket;
+use crate::tickets::{Ticket, Told};
 use crate::{KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable};
 
 /// Launches of one cache on one stream, by one call. The context stays current while it lives.
@@ -110,13 +110,14 @@ impl<'a> Session<'a> {
                 false => ticket.payload.clear(),
             }
         }
+        let told = if self.capturing { None } else { ticket.payload.next() };
         // SAFETY: the caller's promises, passed on.
-        let queued = unsafe { self.queue(job, launches) };
+        let queued = unsafe { self.queue(job, launches, told) };
         if self.capturing {
             return queued.map(|()| launched(State::Captured));
         }
         // SAFETY: the stream is live.
-        let mark = unsafe { self.kernel.mark(queued, ticket, self.stream) }?;
+        let mark = unsafe { self.kernel.mark(queued, ticket, (told, 1), self.stream) }?;
         Ok(launched(State::Queued { mark, reports }))
     }
 
@@ -175,35 +176,84 @@ impl<'a> Session<'a> {
         }
         let kernel = &self.kernel.inner;
         let ticket = kernel.tickets.take()?;
+        let told = ticket.payload.next();
+        told.inspect(|told| told.by(&mut batch.args.copy));
         let shape = (batch.entry, batch.blocks, batch.threads);
         // SAFETY: the arguments come from checked jobs and uploaded lists; their memory is the caller's promise.
         let started = unsafe { kernel.start_entry(shape, &batch.args, self.stream) };
         // SAFETY: the stream is live.
-        let mark = unsafe { self.kernel.mark(started, ticket, self.stream) }?;
+        let mark = unsafe { self.kernel.mark(started, ticket, (told, 1), self.stream) }?;
         let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
         let state = State::Queued { mark, reports: false };
         Ok(Some(Launched::new(kernel, self.planes, state, num_slots)))
     }
 
-    /// Queues every launch of a job.
+    /// One launch for all jobs in the order of their layers, telling of each run of them; `None` if that cannot be.
+    ///
+    /// # Safety
+    /// As [`Session::put_many`].
+    pub(crate) unsafe fn put_layers(
+        &mut self,
+        jobs: &[CopyJob],
+        layers_per_run: u32,
+    ) -> Result<Option<Launched>, KernelError> {
+        let kernel = &self.kernel.inner;
+        let limits = self.options.limits();
+        let planned = LayersLaunch::new(jobs, self.planes.addr(), limits, layers_per_run);
+        let Some(mut layers) = planned.filter(|_| !self.capturing) else { return Ok(None) };
+        let lists = jobs.iter().map(|job| layers.slots(job));
+        if !self.lists.upload(lists)? {
+            return Ok(None);
+        }
+        for (i, job) in jobs.iter().enumerate() {
+            let Some(addr) = self.lists.addr(layers.slots(job)) else { return Ok(None) };
+            layers.set_slots(i, addr);
+        }
+        let ticket = kernel.tickets.take()?;
+        let Some(told) = ticket.payload.next() else {
+            kernel.tickets.give_back(ticket, true);
+            return Ok(None);
+        };
+        told.by(&mut layers.args.batch.copy);
+        layers.args.words = told.device();
+        let shape = (layers.entry, layers.blocks, layers.threads);
+        // SAFETY: the arguments come from checked jobs and uploaded lists; their memory is the caller's promise.
+        let started = unsafe { kernel.start_entry(shape, &layers.args, self.stream) };
+        let runs = layers.args.runs as usize;
+        // SAFETY: the stream is live.
+        let mark = unsafe { self.kernel.mark(started, ticket, (Some(told), runs), self.stream) }?;
+        let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
+        let state = State::Queued { mark, reports: false };
+        Ok(Some(Launched::new(kernel, self.planes, state, num_slots)))
+    }
+
+    /// Queues every launch of a job. `told`: how the last of them tells that it is over.
     ///
     /// # Safety
     /// As [`PagedCopyKernel::launch`].
-    unsafe fn queue(&mut self, job: &CopyJob, launches: Launches) -> Result<(), KernelError> {
+    unsafe fn queue(
+        &mut self,
+        job: &CopyJob,
+        launches: Launches,
+        told: Option<Told>,
+    ) -> Result<(), KernelError> {
         let host: &[i64] = match job.slots() {
             JobSlots::Host { slots, .. } => slots,
             _ => &[],
         };
         let uploads = launches.source_is_uploaded();
-        for mut launch in launches {
+        let mut launches = launches.peekable();
+        while let Some(mut launch) = launches.next() {
+            let told = told.filter(|_| launches.peek().is_none());
             let slots = launch.slots(host);
             if uploads && self.lists.upload(std::iter::once(slots))? {
                 launch.args.slots = self.lists.addr(slots).unwrap_or(0);
             } else if !host.is_empty() {
                 // SAFETY: as for this function.
-                unsafe { self.queue_inline(&launch, slots) }?;
+                unsafe { self.queue_inline(&launch, slots, told) }?;
                 continue;
             }
+            told.inspect(|told| told.by(&mut launch.args));
             // SAFETY: the arguments come from a checked job; its memory is the caller's promise.
             unsafe { self.kernel.inner.start(&launch, &launch.args, self.stream) }?;
         }
@@ -214,10 +264,17 @@ impl<'a> Session<'a> {
     ///
     /// # Safety
     /// As [`PagedCopyKernel::launch`].
-    unsafe fn queue_inline(&self, launch: &Launch, slots: &[i64]) -> Result<(), KernelError> {
-        for (piece, slots) in launch.inline_pieces(slots) {
+    unsafe fn queue_inline(
+        &self,
+        launch: &Launch,
+        slots: &[i64],
+        told: Option<Told>,
+    ) -> Result<(), KernelError> {
+        let mut pieces = launch.inline_pieces(slots).peekable();
+        while let Some((piece, slots)) = pieces.next() {
             let mut args = PagedCopyInlineArgs { copy: piece.args, slots: [0; INLINE_SLOTS] };
             args.slots[..slots.len()].copy_from_slice(slots);
+            told.filter(|_| pieces.peek().is_none()).inspect(|told| told.by(&mut args.copy));
             // SAFETY: the arguments come from a checked job; its memory is the caller's promise.
             unsafe { self.kernel.inner.start(&piece, &args, self.stream) }?;
         }
@@ -226,7 +283,7 @@ impl<'a> Session<'a> {
 }
 
 impl PagedCopyKernel {
-    /// Marks the end of what was queued on a stream. If something failed, waits for what is there, so that its
+    /// Marks the end of what was queued on a stream, the last launch of which tells of so many runs. If something failed, waits for what is there, so that its
     /// memory may be reused once the error is returned.
     ///
     /// # Safety
@@ -235,11 +292,12 @@ impl PagedCopyKernel {
         &self,
         outcome: Result<(), KernelError>,
         ticket: Ticket,
+        (told, runs): (Option<Told>, usize),
         stream: CUstream,
     ) -> Result<Arc<Mark>, KernelError> {
         // SAFETY: the pool is alive; the stream is the caller's promise.
         let marked = outcome.and_then(|()| Ok(unsafe { ticket.record(stream) }?));
-        let Err(error) = marked else { return Ok(Mark::new(&self.inner, ticket)) };
+        let Err(error) = marked else { return Ok(Mark::new(&self.inner, ticket, told, runs)) };
         // SAFETY: the stream is the caller's promise.
         if unsafe { streams::synchronize(stream) }.is_ok() {
             self.inner.tickets.give_back(ticket, true);

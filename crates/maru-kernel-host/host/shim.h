@@ -62,3 +62,23 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 }
 
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+// Threads run one after the other: each is its own warp and block.
+#define MARU_LANE 0u
+#define MARU_LAST_OF_WARP true
+#define MARU_WARPS (gridDim.x * blockDim.x)
+#define MARU_FIRST_OF_BLOCK true
+#define MARU_BLOCKS (gridDim.x * blockDim.x)
+inline void __syncthreads() {}
+inline void __syncwarp() {}
+
+inline unsigned int atomicInc(unsigned int *at, unsigned int most) {
+    const unsigned int before = *at;
+    *at = before >= most ? 0 : before + 1;
+    return before;
+}
+
+inline void maru_publish(unsigned long long word, unsigned long long value) {
+    __atomic_store_n(reinterpret_cast<unsigned long long *>(word), value, __ATOMIC_RELEASE);
+}

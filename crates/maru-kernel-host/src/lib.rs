@@ -5,8 +5,10 @@
 //! other, in ascending or descending order.
 
 use maru_kernel_cuda::KernelError;
-use maru_kernel_cuda::abi::{PagedCopyArgs, PagedCopyError, PagedCopyInlineArgs};
-use maru_kernel_cuda::geometry::{Addresses, BatchLaunch, Launch, Launches, Limits, SlotSource};
+use maru_kernel_cuda::abi::{PagedCopyArgs, PagedCopyError, PagedCopyInlineArgs, RUNS};
+use maru_kernel_cuda::geometry::{
+    Addresses, BatchLaunch, Launch, Launches, LayersLaunch, Limits, SlotSource,
+};
 use maru_layout::{CopyJob, JobSlots};
 
 /// Why the kernel cannot be run here, if it cannot.
@@ -106,6 +108,48 @@ pub unsafe fn run_batch(jobs: &[CopyJob], options: Options, ran: &mut Ran) -> us
     // SAFETY: the caller's promise; the entry takes these arguments.
     unsafe { start_entry(shape, &batch.args, options.descending, ran) };
     batch.jobs
+}
+
+/// Whom a launch in the order of its layers told, and what it left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layers {
+    /// Runs of layers.
+    pub runs: usize,
+    /// Words for the device, then words for the host.
+    pub words: [Vec<u64>; 2],
+    /// Counters, which count from 0 again.
+    pub counters: Vec<u32>,
+}
+
+/// Runs `jobs` in the order of their layers, as one launch that writes `value` to the word of each run; `None` where
+/// one launch cannot do that.
+///
+/// # Safety
+/// As [`run`], for every job.
+pub unsafe fn run_layers(
+    jobs: &[CopyJob],
+    layers_per_run: u32,
+    value: u64,
+    options: Options,
+    ran: &mut Ran,
+) -> Option<Layers> {
+    let planes = jobs.first()?.plan().bases().as_ptr() as u64;
+    let mut launch = LayersLaunch::new(jobs, planes, options.limits, layers_per_run)?;
+    let lists: Vec<Vec<i64>> = jobs.iter().map(|job| launch.slots(job).to_vec()).collect();
+    for (i, list) in lists.iter().enumerate() {
+        launch.set_slots(i, list.as_ptr() as u64);
+    }
+    let runs = launch.args.runs as usize;
+    let mut told = Layers { runs, words: [vec![0; RUNS], vec![0; RUNS]], counters: vec![0; RUNS] };
+    let copy = &mut launch.args.batch.copy;
+    copy.counters = told.counters.as_mut_ptr() as u64;
+    copy.seen = told.words[1].as_mut_ptr() as u64;
+    copy.value = value;
+    launch.args.words = told.words[0].as_mut_ptr() as u64;
+    let shape = (launch.entry.index(), launch.blocks, launch.threads);
+    // SAFETY: the caller's promise; the entry takes these arguments, and the words live until it has run.
+    unsafe { start_entry(shape, &launch.args, options.descending, ran) };
+    Some(told)
 }
 
 /// # Safety

@@ -177,7 +177,7 @@ SIM_API cuDeviceGetAttribute(int *value, int attribute, int device) {
         case 81: *value = 228 << 10; break;
         case 82: *value = 65536; break;
         case 91: *value = setting(Setting::Shift) == 0; break;  // host pointer of registered memory
-        case 92: case 93: *value = 1; break;  // stream memory operations, 64 bits
+        case 92: case 93: case 122: *value = 1; break;  // stream memory operations, 64 bits
         case 97: *value = 227 << 10; break;
         case 99: *value = 1; break;          // host memory can be registered
         case 113: *value = setting(Setting::ReadOnlyRegister) != 0; break;

@@ -23,6 +23,7 @@ Entry table[] = {
     {"memory_bytes", u64{16} << 30, {u64{16} << 30}},
     {"shift", 0, {0}},
     {"delay_us", 0, {0}},
+    {"word_us", 0, {0}},
     {"reject_disk_files", 1, {1}},
     {"register_limit", u64{512} << 30, {u64{512} << 30}},
     {"pageable_lazy", 0, {0}},

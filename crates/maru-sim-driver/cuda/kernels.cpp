@@ -67,10 +67,28 @@ static inline void sim_store(Word *at, Word value) {
     std::memcpy(sim::word(at, true), static_cast<void *>(&value), sizeof value);
 }
 
+static inline unsigned int sim_increment(unsigned int *at, unsigned int most) {
+    const unsigned int before = sim_load(at);
+    sim_store(at, before >= most ? 0 : before + 1);
+    return before;
+}
+// Others poll it while the kernel runs.
+static inline void sim_publish(u64 word, u64 value) {
+    u8 *const at = sim::word(reinterpret_cast<const u64 *>(word), true);
+    __atomic_store_n(reinterpret_cast<u64 *>(at), value, __ATOMIC_RELEASE);
+    if (const u64 pause = sim::setting(sim::Setting::WordUs)) {
+        std::this_thread::sleep_for(std::chrono::microseconds(pause));
+    }
+}
+
+#define atomicInc sim_increment
+#define maru_publish sim_publish
 #define __ldcs sim_load
 #define __ldg sim_load
 #define __stcs sim_store
 #include "host.cpp"
+#undef atomicInc
+#undef maru_publish
 #undef __ldcs
 #undef __ldg
 #undef __stcs

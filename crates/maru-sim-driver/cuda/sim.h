@@ -78,6 +78,7 @@ enum class Setting : std::size_t {
     MemoryBytes,
     Shift,              // registered memory has another address on the device
     DelayUs,            // before each operation of a stream
+    WordUs,             // after each word that a kernel tells
     RejectDiskFiles,    // registering a shared mapping of a file on a disk fails, as observed
     RegisterLimit,      // one registration of this many bytes or more fails
     PageableLazy,       // asynchronous copies touch pageable memory when they run, not during the call

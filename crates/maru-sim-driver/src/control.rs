@@ -165,7 +165,7 @@ impl Simulator {
     }
 
     /// Changes a setting: `devices`, `cc_major`, `cc_minor`, `driver_version`, `memory_bytes`, `shift`
-    /// (registered memory has another address on the device), `delay_us` (before every operation),
+    /// (registered memory has another address on the device), `delay_us` (before every operation), `word_us` (after every word that a kernel tells),
     /// `reject_disk_files`, `register_limit`, `pageable_lazy` (asynchronous copies touch pageable memory when
     /// they run), `read_only_register`, `accept_fatbin`, `descending` (order of threads), `hold_seconds`,
     /// `uuid` (of devices; 0, the default: they have none, and engines then measure nothing on them).

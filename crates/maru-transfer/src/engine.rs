@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use maru_cxl::Slab;
 use maru_layout::{CopyJob, Direction, LayoutError};
 
-use crate::backend::{Backend, DeviceBackend, HostBackend, NativeBackend, Step, TransferBackend};
+use crate::backend::{Backend, DeviceBackend, Enqueued, HostBackend, NativeBackend, Step, TransferBackend};
 use crate::config::{BackendChoice, Config, DeviceChoice, TransferConfig};
-use crate::layers::by_layer;
+use crate::layers::{by_layer, layers_of_a_step, runs};
 use crate::registered::Mover;
 use crate::transfer::Layers;
 use crate::{
@@ -172,17 +172,29 @@ impl TransferEngine {
         if events > batch.layers {
             return Err(LayoutError::LayerRange { first: 0, count: events, layers: batch.layers }.into());
         }
-        let cut = by_layer(&batch.jobs, batch.layers, events > 0);
+        // With events every layer is alone, however small.
+        let per_step = if events > 0 { 1 } else { layers_of_a_step(&batch.jobs) };
+        let mover = batch.mover;
+        if events == 0
+            && let Some(first) = batch.jobs.first()
+        {
+            // SAFETY: as in `submit_many`.
+            let enqueued = unsafe {
+                mover.backend.enqueue_by_layer(&mover.prepared, &batch.jobs, per_step, batch.stream)
+            }?;
+            if let Some(enqueued) = enqueued {
+                let layers = runs(first, batch.layers, per_step);
+                return Ok(batch.finished_steps(enqueued, layers));
+            }
+        }
+        let cut = by_layer(&batch.jobs, batch.layers, per_step);
         let runs = cut.layers.runs.iter().flatten();
         let event = |layer: &u32| usize::try_from(*layer).ok().and_then(|l| after.get(l).copied().flatten());
         let steps: Vec<Step<'_>> =
             cut.steps.iter().zip(runs).map(|(jobs, run)| Step { jobs, after: event(run) }).collect();
-        let mover = batch.mover;
         // SAFETY: as in `submit_many`; the events are live by the promise made to `Event::cuda`.
         let enqueued = unsafe { mover.backend.enqueue_steps(&mover.prepared, &steps, batch.stream) }?;
-        let strategy = enqueued.first().map_or("none", |e| e.strategy);
-        let steps = enqueued.into_iter().map(|e| e.completion).collect();
-        Ok(batch.finished(steps, cut.layers, strategy))
+        Ok(batch.finished_steps(enqueued, cut.layers))
     }
 
     /// Checks a batch; `None` for no requests at all.
@@ -225,6 +237,12 @@ struct Batch<'a> {
 }
 
 impl Batch<'_> {
+    fn finished_steps(self, enqueued: Vec<Enqueued>, layers: Layers) -> Transfer {
+        let strategy = enqueued.first().map_or("none", |e| e.strategy);
+        let steps = enqueued.into_iter().map(|e| e.completion).collect();
+        self.finished(steps, layers, strategy)
+    }
+
     fn finished(self, steps: Vec<Completion>, layers: Layers, strategy: &'static str) -> Transfer {
         let bytes = self.jobs.iter().fold(0u64, |sum, job| sum.saturating_add(job.bytes()));
         Transfer::new(steps, layers, self.slabs, (self.mover.backend.name(), strategy), bytes)

@@ -137,7 +137,8 @@ impl Transfer {
     /// # Errors
     /// When the driver refuses.
     pub fn order_before(&mut self, stream: Stream) -> Result<(), TransferError> {
-        each(&mut self.steps, |step| step.order_before(stream))
+        // The last is over last.
+        self.steps.last_mut().map_or(Ok(()), |step| step.order_before(stream))
     }
 
     /// Makes later work on `stream` wait for one layer, so that its attention starts when its K and V are there.
@@ -203,13 +204,14 @@ fn all<'a>(
     steps.try_fold(true, |done, step| Ok(done && is(step)?))
 }
 
-/// Goes through all of them, whatever each says; one of the errors counts.
+/// Goes through all of them, whatever each says, the last first: when it is over, so are the others. The error of the
+/// earliest counts.
 fn each(
     steps: &mut [Completion],
     call: impl Fn(&mut Completion) -> Result<(), TransferError>,
 ) -> Result<(), TransferError> {
     let mut outcome = Ok(());
-    for step in steps {
+    for step in steps.iter_mut().rev() {
         outcome = call(step).and(outcome);
     }
     outcome

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use maru_layout::{CopyJob, Direction, JobSlots};
 
-use super::{Addresses, Launches, Limits, MAX_UNITS, SlotSource};
+use super::{Addresses, Launch, Launches, Limits, MAX_UNITS, SlotSource};
 use super::{division, narrow, window};
 use crate::abi::{BATCH_SLABS, Entry, PagedCopyBatchArgs, PagedCopySlab};
 
@@ -37,12 +37,7 @@ impl BatchLaunch {
     /// that is fewer than two, or if two of them write the same memory: one after the other they have an order.
     pub fn new(jobs: &[CopyJob], planes: u64, limits: Limits, slot_capacity: u32) -> Option<Self> {
         let first = jobs.first()?;
-        let source = SlotSource::Uploaded { capacity: slot_capacity };
-        let mut launches = Launches::new(first, source, Addresses { planes, error: 0 }, limits).ok()?;
-        let launch = launches.next()?;
-        if launches.next().is_some() || first.access_bytes() != 16 {
-            return None;
-        }
+        let launch = whole(first, planes, limits)?;
         let units = limits.units.clamp(1, MAX_UNITS) / launch.args.units;
         let bytes = usize::try_from(BATCH_BYTES / first.bytes().max(1)).unwrap_or(usize::MAX);
         let most = BATCH_SLABS
@@ -53,17 +48,13 @@ impl BatchLaunch {
         if taken < 2 || overlap(&jobs[..taken]) {
             return None;
         }
-        let to_first_token = launch.first_token * first.plan().geometry().slab_token_stride;
-        let mut slabs = [PagedCopySlab::default(); BATCH_SLABS];
-        for (entry, job) in slabs.iter_mut().zip(&jobs[..taken]) {
-            entry.slab = job.slab().device? + to_first_token;
-        }
         let mut copy = launch.args;
         copy.slab = 0;
         copy.units *= narrow(taken as u64);
         let planes = launch.args.units / (launch.args.tokens * launch.args.token_units);
         let (planes_magic, planes_shift) = division(planes);
         let (blocks, threads) = limits.shape(copy.units);
+        let slabs = slabs(&jobs[..taken], &launch)?;
         Some(BatchLaunch {
             jobs: taken,
             tokens: copy.tokens,
@@ -89,8 +80,26 @@ impl BatchLaunch {
     }
 }
 
+/// The one launch of a job at full access width, slots left out; `None` if that is not one.
+pub(super) fn whole(job: &CopyJob, planes: u64, limits: Limits) -> Option<Launch> {
+    let source = SlotSource::Uploaded { capacity: u32::MAX };
+    let mut launches = Launches::new(job, source, Addresses { planes, error: 0 }, limits).ok()?;
+    let launch = launches.next()?;
+    (launches.next().is_none() && job.access_bytes() == 16).then_some(launch)
+}
+
+/// The slabs of jobs that share a launch, at the first token moved.
+pub(super) fn slabs(jobs: &[CopyJob], launch: &Launch) -> Option<[PagedCopySlab; BATCH_SLABS]> {
+    let mut slabs = [PagedCopySlab::default(); BATCH_SLABS];
+    for (entry, job) in slabs.iter_mut().zip(jobs) {
+        let to_first_token = launch.first_token * job.plan().geometry().slab_token_stride;
+        entry.slab = job.slab().device? + to_first_token;
+    }
+    Some(slabs)
+}
+
 /// Whether two of the jobs, which are [`alike`], write the same memory.
-fn overlap(jobs: &[CopyJob]) -> bool {
+pub(super) fn overlap(jobs: &[CopyJob]) -> bool {
     let mut written: Vec<(u64, u64)> = match jobs.first().map(CopyJob::direction) {
         Some(Direction::Scatter) => jobs
             .iter()
@@ -114,7 +123,7 @@ fn overlap(jobs: &[CopyJob]) -> bool {
 }
 
 /// Whether two jobs differ in their slab and slots only.
-fn alike(a: &CopyJob, b: &CopyJob) -> bool {
+pub(super) fn alike(a: &CopyJob, b: &CopyJob) -> bool {
     let shape =
         |job: &CopyJob| (job.direction(), job.first_layer(), job.layer_count(), job.tokens(), job.skip());
     shape(a) == shape(b)

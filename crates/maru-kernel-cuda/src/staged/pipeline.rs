@@ -96,7 +96,7 @@ impl<'a> Pipeline<'a> {
                 unsafe { group.copy(buffer.addr, last) }?;
                 let ticket = self.kernel.inner.tickets.take()?;
                 // SAFETY: the stream is the mover's or the caller's.
-                let mark = unsafe { self.kernel.mark(Ok(()), ticket, last) }?;
+                let mark = unsafe { self.kernel.mark(Ok(()), ticket, (None, 1), last) }?;
                 Launched::new(&self.kernel.inner, self.planes, State::Queued { mark, reports: false }, 0)
             }
         };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use libtest_mimic::{Failed, Trial};
 use maru_kernel_cuda::geometry::Limits;
-use maru_kernel_host::{Options, Ran, run_batch};
+use maru_kernel_host::{Layers, Options, Ran, run_batch, run_layers};
 use maru_layout::{CopyJob, CopyPlan, DType, Direction, SlotMapping};
 
 use crate::cases::{Cache, Dims, ORDERS, Rng, compare, job, random_slots};
@@ -18,8 +18,15 @@ pub(crate) fn trials() -> Vec<Trial> {
         .iter()
         .map(|order| Trial::test(format!("batch::{}", order.name), move || every_slab(order)))
         .collect();
+    let layers = |order| Trial::test(format!("layers::{}", order_name(order)), move || every_layer(order));
+    trials.extend(ORDERS.iter().map(layers));
     trials.push(Trial::test("batch::what_cannot_share_a_launch", refused));
+    trials.push(Trial::test("layers::what_cannot_share_a_launch", refused_by_layer));
     trials
+}
+
+fn order_name(order: &crate::cases::Order) -> &'static str {
+    order.name
 }
 
 /// `n` slabs of 6 tokens with slots of their own, holes among them.
@@ -89,6 +96,69 @@ fn every_slab(order: &crate::cases::Order) -> Result<(), Failed> {
             setup.check(direction, skip, n)?;
         }
     }
+    Ok(())
+}
+
+fn every_layer(order: &crate::cases::Order) -> Result<(), Failed> {
+    let most = if order.name == "opaque_blocks" { 2 } else { 7 };
+    // Slabs, layers, layers of a run, runs.
+    for (n, layers, per_run, runs) in [(1, 5, 1, 5), (most, 5, 2, 3), (most, 3, 1, 3), (most, 2, 9, 1)] {
+        for (skip, blocks, descending) in [(0, 1, false), (2, 3, true), (5, 4, false)] {
+            let mut setup = Setup::new(order, n, layers)?;
+            let jobs = setup.jobs(Direction::Scatter, skip);
+            let options = Options { limits: Limits::blocks(blocks), upload: None, descending };
+            let mut ran = Ran::default();
+            // SAFETY: the set-up's memory, as large as its plan says.
+            let told = unsafe { run_layers(&jobs, per_run, 7, options, &mut ran) };
+            let Layers { runs: found, words, counters } = told.ok_or("not one launch")?;
+            if (found, ran.launches, ran.misaligned) != (runs, 1, 0) {
+                return Err(format!("{found} of {runs} runs, {ran:?}").into());
+            }
+            for words in &words {
+                let wanted = |i| if i < runs { 7 } else { 0 };
+                if let Some(i) = (0..words.len()).find(|i| words[*i] != wanted(*i)) {
+                    return Err(format!("word {i} of {runs} is {}", words[i]).into());
+                }
+            }
+            if counters.iter().any(|counter| *counter != 0) {
+                return Err(format!("counters are left at {counters:?}").into());
+            }
+            setup.check(Direction::Scatter, skip, n)?;
+        }
+    }
+    Ok(())
+}
+
+fn refused_by_layer() -> Result<(), Failed> {
+    let order = &ORDERS[0];
+    let told = |jobs: &[CopyJob], per_run: u32, options: Options| {
+        // SAFETY: every job's memory lives in this function's set-ups.
+        unsafe { run_layers(jobs, per_run, 1, options, &mut Ran::default()) }.is_some()
+    };
+    let options = Options::default();
+    let mut setup = Setup::new(order, 7, 2)?;
+    let jobs = setup.jobs(Direction::Scatter, 0);
+    assert!(told(&jobs, 1, options));
+    // None; runs of no layers; stores; another prefix to skip; too many accesses; two that write the same pages.
+    assert!(!told(&[], 1, options) && !told(&jobs, 0, options));
+    assert!(!told(&setup.jobs(Direction::Gather, 0), 1, options));
+    let mixed = [setup.jobs(Direction::Scatter, 0).remove(0), setup.jobs(Direction::Scatter, 1).remove(1)];
+    assert!(!told(&mixed, 1, options));
+    let limits = Limits { units: 7 * 2 * 2 * 6 * 3 - 1, ..Limits::blocks(4) };
+    assert!(!told(&jobs, 1, Options { limits, ..options }));
+    let twice = [jobs[0].clone(), jobs[1].clone(), jobs[0].clone()];
+    assert!(!told(&twice, 1, options));
+    // Narrow accesses, device slots.
+    let odd =
+        job(&setup.plan, Direction::Scatter, setup.slabs.addr() + 2, SlotMapping::from_slots(vec![1]), 0);
+    assert!(!told(&[odd.map_err(text)?], 1, options));
+    let slots = SlotMapping::Device { addr: setup.lists[0].as_ptr() as u64, len: TOKENS };
+    let device = job(&setup.plan, Direction::Scatter, setup.slabs.addr(), slots, 0).map_err(text)?;
+    assert!(!told(&[device], 1, options));
+    // More runs than words, unless they are longer; more slabs than a launch takes.
+    let mut deep = Setup::new(order, 1, 129)?;
+    let jobs = deep.jobs(Direction::Scatter, 0);
+    assert!(!told(&jobs, 1, options) && told(&jobs, 2, options));
     Ok(())
 }
 

@@ -79,6 +79,7 @@ fn layers_come_one_after_the_other(session: &Session) {
         for direction in BOTH {
             let setup = full(session, &engine, LARGE, direction);
             session.set("delay_us", 3000);
+            session.set("word_us", 3000);
             let mut transfer = engine.submit_by_layer(&[setup.request().on(on(&stream))], &[]).unwrap();
             for layer in 0..3 {
                 transfer.wait_layer(layer).unwrap();
@@ -89,6 +90,7 @@ fn layers_come_one_after_the_other(session: &Session) {
             }
             assert!(transfer.is_done().unwrap());
             session.set("delay_us", 0);
+            session.set("word_us", 0);
             transfer.wait().unwrap();
             setup.check(session);
         }
@@ -132,12 +134,15 @@ fn another_stream_waits_for_one_layer(session: &Session) {
         let layer_bytes = setup.paged.len / usize::try_from(LARGE.layers).unwrap();
         let seen = Device::new(layer_bytes);
         session.set("delay_us", 3000);
+        // Long enough for the other stream's wait and copy.
+        session.set("word_us", 20_000);
         let mut transfer = engine.submit_by_layer(&[setup.request().on(on(&stream))], &[]).unwrap();
         transfer.order_before_layer(on(&attention), 0).unwrap();
         ok!(cuMemcpyDtoDAsync_v2(seen.addr, setup.paged.addr, layer_bytes, attention.0));
         attention.wait();
         assert!(!transfer.is_done().unwrap(), "{strategy}: the stream waited for more than the layer");
         session.set("delay_us", 0);
+        session.set("word_us", 0);
         compare("layer 0", &seen.read(session), &setup.images.cache_after[..layer_bytes]).unwrap();
         transfer.wait().unwrap();
         setup.check(session);
@@ -186,11 +191,11 @@ fn fused_loads_tell_of_their_layers(session: &Session) {
     config.transfer.enable_fused_load = true;
     let engine = TransferEngine::open(&config).unwrap();
     let setup = full(session, &engine, LARGE, Direction::Scatter);
-    session.set("delay_us", 3000);
+    session.set("word_us", 3000);
     let mut transfer = engine.submit(&setup.request().on(on(&stream))).unwrap();
     transfer.wait_layer(0).unwrap();
     assert!(!transfer.layer_done(2).unwrap());
-    session.set("delay_us", 0);
+    session.set("word_us", 0);
     transfer.wait().unwrap();
     setup.check(session);
 }

@@ -97,7 +97,7 @@ pub trait TransferBackend: Send + Sync + fmt::Debug {
     ) -> Result<Enqueued, TransferError>;
 
     /// Moves the jobs of several steps, each in the order given, and says of each when it is over: as many values as
-    /// steps. A mover that knows streams waits with a step for its event. What is here does neither: it enqueues
+    /// steps, none over before those in front of it. A mover that knows streams waits with a step for its event. What is here does neither: it enqueues
     /// one step after the other and refuses events.
     ///
     /// # Errors
@@ -118,6 +118,26 @@ pub trait TransferBackend: Send + Sync + fmt::Debug {
         }
         // SAFETY: the caller's promises, passed on.
         one_by_one(steps, |step| unsafe { self.enqueue(prepared, step.jobs, stream) })
+    }
+
+    /// Moves jobs of the same layers in the order of the layers by one submission, and says of each run of layers when
+    /// it is there: a run ends before every layer of the cache that `layers_per_run` divides. `None`, with nothing begun,
+    /// where the mover cannot: the engine then cuts the jobs into steps. What is here never can.
+    ///
+    /// # Errors
+    /// As [`TransferBackend::enqueue`].
+    ///
+    /// # Safety
+    /// As [`TransferBackend::enqueue`].
+    unsafe fn enqueue_by_layer(
+        &self,
+        prepared: &Prepared,
+        jobs: &[CopyJob],
+        layers_per_run: u32,
+        stream: Stream,
+    ) -> Result<Option<Vec<Enqueued>>, TransferError> {
+        let _ = (prepared, jobs, layers_per_run, stream);
+        Ok(None)
     }
 }
 
@@ -207,5 +227,16 @@ impl TransferBackend for Box<dyn TransferBackend> {
     ) -> Result<Vec<Enqueued>, TransferError> {
         // SAFETY: as above.
         unsafe { (**self).enqueue_steps(prepared, steps, stream) }
+    }
+
+    unsafe fn enqueue_by_layer(
+        &self,
+        prepared: &Prepared,
+        jobs: &[CopyJob],
+        layers_per_run: u32,
+        stream: Stream,
+    ) -> Result<Option<Vec<Enqueued>>, TransferError> {
+        // SAFETY: as above.
+        unsafe { (**self).enqueue_by_layer(prepared, jobs, layers_per_run, stream) }
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use maru_kernel_cuda::{
-    CUevent, CUstream, KernelError, LaunchOptions, LaunchStep, Launched, PagedCopyKernel, PlaneTable,
-    StagedLaunch, StagedMover, StagedOptions, open_context,
+    CUevent, CUstream, KernelError, LaunchOptions, LaunchStep, Launched, LaunchedRun, PagedCopyKernel,
+    PlaneTable, StagedLaunch, StagedMover, StagedOptions, open_context,
 };
 use maru_layout::{CopyJob, CopyPlan, Pieces};
 
@@ -258,8 +258,7 @@ impl TransferBackend for NativeBackend {
         steps: &[Step<'_>],
         stream: Stream,
     ) -> Result<Vec<Enqueued>, TransferError> {
-        let table =
-            prepared.as_ref().and_then(|p| p.downcast_ref::<Table>()).ok_or(KernelError::WrongPlanes)?;
+        let table = Self::table(prepared)?;
         let planes = &table.planes;
         let choice = self.choose(steps);
         if let (Choice::CopyEngine, Some(copies)) = (choice, &self.copies) {
@@ -276,6 +275,34 @@ impl TransferBackend for NativeBackend {
         }
         // SAFETY: the caller's promises, passed on.
         unsafe { self.launch(steps, planes, stream) }
+    }
+
+    unsafe fn enqueue_by_layer(
+        &self,
+        prepared: &Prepared,
+        jobs: &[CopyJob],
+        layers_per_run: u32,
+        stream: Stream,
+    ) -> Result<Option<Vec<Enqueued>>, TransferError> {
+        // Asked by name, the ring serves layers as well.
+        if self.staged.is_some() && self.calibration.is_none() {
+            return Ok(None);
+        }
+        let planes = &Self::table(prepared)?.planes;
+        let stream = with_exposed_provenance_mut(stream.handle());
+        // SAFETY: the caller's promises, passed on; the stream is live by the promise made to `Stream::cuda`.
+        let runs =
+            unsafe { self.kernel.launch_by_layer(jobs, planes, stream, self.options, layers_per_run) }?;
+        let pending = |run| Completion::Pending(Box::new(run));
+        let enqueued = |run| Enqueued { completion: pending(run), strategy: "direct" };
+        Ok(runs.map(|runs| runs.into_iter().map(enqueued).collect()))
+    }
+}
+
+impl NativeBackend {
+    fn table(prepared: &Prepared) -> Result<&Table, TransferError> {
+        let table = prepared.as_ref().and_then(|p| p.downcast_ref::<Table>());
+        Ok(table.ok_or(KernelError::WrongPlanes)?)
     }
 }
 
@@ -326,6 +353,21 @@ impl Pending for StagedLaunch {
     fn order_before(&mut self, stream: Stream) -> Result<(), TransferError> {
         // SAFETY: the stream is live by the promise made to `Stream::cuda`.
         Ok(unsafe { StagedLaunch::order_before(self, with_exposed_provenance_mut(stream.handle())) }?)
+    }
+}
+
+impl Pending for LaunchedRun {
+    fn is_done(&mut self) -> Result<bool, TransferError> {
+        Ok(self.is_complete()?)
+    }
+
+    fn wait(&mut self) -> Result<(), TransferError> {
+        Ok(LaunchedRun::wait(self)?)
+    }
+
+    fn order_before(&mut self, stream: Stream) -> Result<(), TransferError> {
+        // SAFETY: the stream is live by the promise made to `Stream::cuda`.
+        Ok(unsafe { LaunchedRun::order_before(self, with_exposed_provenance_mut(stream.handle())) }?)
     }
 }
 
