@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 
@@ -43,9 +44,19 @@ class BadIndex:
         raise ZeroDivisionError
 
 
-FREED = np.zeros(1 << 24, np.uint8)  # mmapped by the allocator
-FREED_AT = FREED.ctypes.data
-del FREED
+def given_back() -> int:
+    """Memory that may be touched no more and that nothing else will be put into: the address of an array that is gone
+    would soon be a thread's stack or a library, which a call may well write to."""
+    no_access, private_anonymous = 0, 0x22
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    address = libc.mmap(None, 1 << 24, no_access, private_anonymous, -1, 0)
+    assert address not in (None, ctypes.c_void_p(-1).value), ctypes.get_errno()
+    return address + 16
+
+
+FREED_AT = given_back()
 
 ODD = [
     None, True, 0, 1, -1, 7, 2**31, 2**63 - 1, -(2**63), 2**64, 2**200, 1.5, float("nan"), float("inf"), 1j,
@@ -166,6 +177,20 @@ def test_several_odd_arguments(name):
             call(**{**good, **odd})
         except ALLOWED:
             pass
+
+
+def test_memory_that_was_given_back_is_refused():
+    """The right shape at addresses that are gone."""
+    slab = Lies(shape=(2, 3, 8, 12), stride=(288, 96, 12, 1), dtype="torch.uint16", size=2, ptr=FREED_AT)
+    for name, argument in (("multi_layer_kv_transfer", "key_value"), ("Engine.store", "slab"), ("Engine.load", "slab")):
+        call, good = CALLS[name]
+        with pytest.raises(ValueError, match="are no memory"):
+            call(**{**good, argument: slab})
+    call, good = CALLS["multi_layer_block_kv_transfer"]
+    with pytest.raises(ValueError, match="are no memory"):
+        call(**{**good, "lmcache_objects_ptrs": [FREED_AT]})
+    with pytest.raises(ValueError, match="are no memory"):
+        call(**{**good, "paged_buffer_ptrs_tensor": [FREED_AT, FREED_AT + 4096, FREED_AT + 8192]})
 
 
 @pytest.mark.parametrize("name", CALLS)
