@@ -94,6 +94,17 @@ struct State<T> {
 // SAFETY: event handles may be used from any thread; everything else is `Send`.
 unsafe impl<T: Send> Send for State<T> {}
 
+impl<T: Copy> State<T> {
+    fn unused(&mut self) -> Result<Option<Ticket<T>>, DriverError> {
+        if let Some(ticket) = self.free.pop() {
+            return Ok(Some(ticket));
+        }
+        let Some(oldest) = self.pending.front() else { return Ok(None) };
+        // SAFETY: it is an event of this pool.
+        Ok(if unsafe { oldest.is_complete() }? { self.pending.pop_front() } else { None })
+    }
+}
+
 /// A pool of [`Ticket`]s of one context. It grows while more of them are out than ever before, and never
 /// shrinks.
 #[derive(Debug)]
@@ -120,15 +131,8 @@ impl<T: Copy> Tickets<T> {
         payloads: impl FnOnce(usize) -> Result<Vec<T>, DriverError>,
     ) -> Result<Ticket<T>, DriverError> {
         let mut state = self.lock();
-        if let Some(ticket) = state.free.pop() {
+        if let Some(ticket) = state.unused()? {
             return Ok(ticket);
-        }
-        if let Some(&oldest) = state.pending.front() {
-            // SAFETY: it is an event of this pool.
-            if unsafe { oldest.is_complete() }? {
-                state.pending.pop_front();
-                return Ok(oldest);
-            }
         }
         for payload in payloads(self.batch)? {
             let mut event = std::ptr::null_mut();
@@ -144,6 +148,14 @@ impl<T: Copy> Tickets<T> {
         state.free.reserve(all - free);
         state.pending.reserve(all - pending);
         state.free.pop().ok_or_else(|| DriverError::new("cuEventCreate", CUresult::CUDA_ERROR_OUT_OF_MEMORY))
+    }
+
+    /// The same as far as the pool has grown: `None` if all are in use. The context is current.
+    ///
+    /// # Errors
+    /// [`DriverError`] if the oldest pending one reports an error.
+    pub fn take_unused(&self) -> Result<Option<Ticket<T>>, DriverError> {
+        self.lock().unused()
     }
 
     /// Gives a ticket back. `complete`: its work is known to be over.

@@ -11,10 +11,10 @@ use maru_driver::{Context, DeviceBuffer, PinnedBuffer, Ticket, Tickets, check};
 use crate::KernelError;
 
 /// Buffers of the ring.
-const ENTRIES: usize = 8;
+const ENTRIES: usize = 64;
 
-/// Slots of a buffer (128 KiB).
-pub(crate) const CAPACITY: u32 = 16 * 1024;
+/// Slots of a buffer (32 KiB).
+pub(crate) const CAPACITY: u32 = 4 * 1024;
 
 const ENTRY_BYTES: usize = CAPACITY as usize * size_of::<i64>();
 

@@ -209,7 +209,7 @@ impl<'a> Session<'a> {
             let Some(addr) = self.lists.addr(layers.slots(job)) else { return Ok(None) };
             layers.set_slots(i, addr);
         }
-        let ticket = kernel.tickets.take()?;
+        let Some(ticket) = kernel.tickets.take_layered()? else { return Ok(None) };
         let Some(told) = ticket.payload.next() else {
             kernel.tickets.give_back(ticket, true);
             return Ok(None);

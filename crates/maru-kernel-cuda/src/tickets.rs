@@ -12,6 +12,13 @@ use crate::abi::{PagedCopyArgs, PagedCopyError, RUNS};
 /// in flight than ever before.
 const BATCH: usize = 256;
 
+/// Tickets that can tell. Their counters are made when the kernel is loaded: device memory is not to be had while others
+/// launch.
+const TELLING: usize = 64 * BATCH;
+
+/// Loads in flight that tell of their layers.
+const LAYERED: usize = 64;
+
 /// An event, and the memory of its launch.
 pub(crate) type Ticket = maru_driver::Ticket<Record>;
 
@@ -22,22 +29,24 @@ pub(crate) struct Record {
     host: *mut PagedCopyError,
     /// The same as the device addresses it.
     pub(crate) device: u64,
-    /// `None` for tickets that were made after the first batch: making these words takes device memory, which is
-    /// not to be had while others launch.
+    /// `None` for tickets beyond [`TELLING`].
     words: Option<Words>,
+    /// Whether it tells of layers, and belongs to their pool.
+    layered: bool,
 }
 
-/// Words of a ticket's runs.
+/// Words of a ticket: one, or [`RUNS`] if it tells of layers.
 #[derive(Clone, Copy, Debug)]
 struct Words {
-    /// [`RUNS`] words in pinned host memory, which the device writes.
+    /// In pinned host memory, written by the device.
     host: *const AtomicU64,
     /// The same as the device addresses them.
     seen: u64,
-    /// As many in device memory.
+    /// As many in device memory, if it tells of layers.
     device: u64,
     /// As many 32-bit counters in device memory.
     counters: u64,
+    count: usize,
 }
 
 // SAFETY: addresses, whose record its owner alone touches.
@@ -69,7 +78,7 @@ impl Record {
 
 impl Words {
     fn get(&self, run: usize) -> u64 {
-        let word = self.host.wrapping_add(run.min(RUNS - 1));
+        let word = self.host.wrapping_add(run.min(self.count - 1));
         // SAFETY: one of the words, which live as long as the pool, which the owner of the ticket keeps alive.
         let word = unsafe { &*word };
         // What the device wrote before is there once its word is.
@@ -114,57 +123,107 @@ impl Told {
 /// All tickets of a kernel.
 #[derive(Debug)]
 pub(crate) struct Tickets {
-    pool: maru_driver::Tickets<Record>,
-    /// Holds the records. Never shrinks, as the pool.
-    memory: Mutex<Vec<PinnedBuffer>>,
-    /// Holds words and counters of the first batch.
-    words: DeviceBuffer,
+    launches: maru_driver::Tickets<Record>,
+    layered: maru_driver::Tickets<Record>,
+    memory: Mutex<Memory>,
+    /// A counter for each of [`TELLING`] launches, then words and counters of [`LAYERED`] loads.
+    device: DeviceBuffer,
     context: maru_driver::Context,
 }
 
+/// What holds the records. Never shrinks, as the pools.
+#[derive(Debug, Default)]
+struct Memory {
+    held: Vec<PinnedBuffer>,
+    /// Launches' records made so far.
+    made: usize,
+}
+
+const ERROR: usize = size_of::<PagedCopyError>();
+const WORD: usize = size_of::<u64>();
+const COUNTER: usize = size_of::<u32>();
+
 impl Tickets {
-    /// A pool with its first batch to be made when the first ticket is taken. For set-up: it waits.
+    /// Both pools with their first batch. For set-up: it waits. The context is current.
     pub(crate) fn new(context: &maru_driver::Context) -> Result<Self, DriverError> {
-        let pool = maru_driver::Tickets::new(context.get(), BATCH);
-        let words = DeviceBuffer::holding(context.get(), &vec![0; BATCH * RUNS * (8 + 4)])?;
-        Ok(Tickets { pool, memory: Mutex::default(), words, context: context.clone() })
+        let pool = |batch| maru_driver::Tickets::new(context.get(), batch);
+        let zeros = vec![0; TELLING * COUNTER + LAYERED * RUNS * (WORD + COUNTER)];
+        let device = DeviceBuffer::holding(context.get(), &zeros)?;
+        let (launches, layered, context) = (pool(BATCH), pool(LAYERED), context.clone());
+        let tickets = Tickets { launches, layered, memory: Mutex::default(), device, context };
+        tickets.give_back(tickets.take()?, true);
+        tickets.give_back(tickets.layered.take(|count| tickets.layered_records(count))?, true);
+        Ok(tickets)
     }
 
     /// A ticket whose event and record nobody uses. The context is current.
     pub(crate) fn take(&self) -> Result<Ticket, DriverError> {
-        self.pool.take(|count| self.records(count))
+        self.launches.take(|count| self.records(count))
+    }
+
+    /// One for a load that tells of its layers, if there is one left. The context is current.
+    pub(crate) fn take_layered(&self) -> Result<Option<Ticket>, DriverError> {
+        self.layered.take_unused()
     }
 
     /// Gives a ticket back. `complete`: its launch is known to be over.
     pub(crate) fn give_back(&self, ticket: Ticket, complete: bool) {
-        self.pool.give_back(ticket, complete);
+        let pool = if ticket.payload.layered { &self.layered } else { &self.launches };
+        pool.give_back(ticket, complete);
     }
 
     fn records(&self, count: usize) -> Result<Vec<Record>, DriverError> {
-        const ERROR: usize = size_of::<PagedCopyError>();
-        const WORDS: usize = RUNS * size_of::<u64>();
-        let context: &Arc<CudaContext> = self.context.get();
-        let mut held = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = held.is_empty() && count <= BATCH;
-        let memory = PinnedBuffer::new(context, count * if first { ERROR + WORDS } else { ERROR })?;
-        // SAFETY: the memory has that length, and nobody else knows it yet.
-        unsafe { memory.host().write_bytes(0, memory.len()) };
+        let memory = self.zeroed(count * (ERROR + WORD))?;
+        let mut state = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         let words = |i: usize| {
-            let (at, counter) = (count * ERROR + i * WORDS, BATCH * WORDS + i * RUNS * size_of::<u32>());
-            Words {
-                host: memory.host().wrapping_add(at).cast::<AtomicU64>(),
-                seen: memory.device() + at as u64,
-                device: self.words.addr() + (i * WORDS) as u64,
-                counters: self.words.addr() + counter as u64,
-            }
+            let counter = state.made + i;
+            (counter < TELLING).then(|| Words {
+                host: memory.host().wrapping_add(count * ERROR + i * WORD).cast::<AtomicU64>(),
+                seen: memory.device() + (count * ERROR + i * WORD) as u64,
+                device: 0,
+                counters: self.device.addr() + (counter * COUNTER) as u64,
+                count: 1,
+            })
         };
         let records = (0..count).map(|i| Record {
             host: memory.host().wrapping_add(i * ERROR).cast::<PagedCopyError>(),
             device: memory.device() + (i * ERROR) as u64,
-            words: first.then(|| words(i)),
+            words: words(i),
+            layered: false,
         });
         let records = records.collect();
-        held.push(memory);
+        state.made += count;
+        state.held.push(memory);
         Ok(records)
+    }
+
+    /// Made once, for at most [`LAYERED`] loads.
+    fn layered_records(&self, count: usize) -> Result<Vec<Record>, DriverError> {
+        let memory = self.zeroed(ERROR + LAYERED * RUNS * WORD)?;
+        let words = |i: usize| {
+            let (word, counter) = (i * RUNS * WORD, (LAYERED * WORD + i * COUNTER) * RUNS);
+            let device = self.device.addr() + (TELLING * COUNTER) as u64;
+            Words {
+                host: memory.host().wrapping_add(ERROR + word).cast::<AtomicU64>(),
+                seen: memory.device() + (ERROR + word) as u64,
+                device: device + word as u64,
+                counters: device + counter as u64,
+                count: RUNS,
+            }
+        };
+        // Their slots are on the host, so that they report nothing.
+        let (host, device) = (memory.host().cast::<PagedCopyError>(), memory.device());
+        let record = |i| Record { host, device, words: Some(words(i)), layered: true };
+        let records = (0..count.min(LAYERED)).map(record).collect();
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner).held.push(memory);
+        Ok(records)
+    }
+
+    fn zeroed(&self, bytes: usize) -> Result<PinnedBuffer, DriverError> {
+        let context: &Arc<CudaContext> = self.context.get();
+        let memory = PinnedBuffer::new(context, bytes)?;
+        // SAFETY: the memory has that length, and nobody else knows it yet.
+        unsafe { memory.host().write_bytes(0, memory.len()) };
+        Ok(memory)
     }
 }

@@ -135,7 +135,7 @@ impl fmt::Display for Tensor {
 }
 
 /// A module, if the process has loaded it.
-fn loaded<'py>(py: Python<'py>, name: &str) -> Option<Bound<'py, PyAny>> {
+fn loaded<'py>(py: Python<'py>, name: &Bound<'py, PyString>) -> Option<Bound<'py, PyAny>> {
     static MODULES: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let modules =
         MODULES.get_or_try_init(py, || PyResult::Ok(py.import("sys")?.getattr("modules")?.unbind()));
@@ -146,13 +146,16 @@ fn loaded<'py>(py: Python<'py>, name: &str) -> Option<Bound<'py, PyAny>> {
 /// A class of a module, if the process has loaded that. It is looked for until it is found.
 fn loaded_class<'py>(
     py: Python<'py>,
-    cell: &PyOnceLock<Py<PyAny>>,
-    module: &str,
-    name: &str,
-) -> Option<Bound<'py, PyAny>> {
-    let found = || loaded(py, module)?.getattr_opt(name).ok()?;
-    let class = cell.get_or_try_init(py, || found().map(Bound::unbind).ok_or(()));
-    Some(class.ok()?.bind(py).clone())
+    cell: &'static PyOnceLock<Py<PyAny>>,
+    module: &Bound<'py, PyString>,
+    name: &Bound<'py, PyString>,
+) -> Option<&'py Bound<'py, PyAny>> {
+    if let Some(class) = cell.get(py) {
+        return Some(class.bind(py));
+    }
+    // Not inside the cell, where a search in vain costs as much as all else that a call does.
+    let class = loaded(py, module)?.getattr_opt(name).ok()??;
+    Some(cell.get_or_init(py, || class.unbind()).bind(py))
 }
 
 /// `cuda:1`, `cuda`, `cpu`, a device object that has a type and an index or prints as one, or an ordinal.

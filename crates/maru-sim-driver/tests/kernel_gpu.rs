@@ -9,6 +9,8 @@ mod edges;
 mod gpu;
 #[path = "../../maru-kernel-cuda/tests/gpu/harness.rs"]
 mod harness;
+#[path = "../../maru-kernel-cuda/tests/gpu/layers.rs"]
+mod layers;
 #[path = "../../maru-kernel-cuda/tests/gpu/layouts.rs"]
 mod layouts;
 #[path = "../../maru-kernel-cuda/tests/gpu/ordering.rs"]

@@ -47,6 +47,8 @@ pub struct PagedCache {
     layers: u64,
     place: Place,
     tensors: Arc<[(u64, u64)]>,
+    /// From the first byte of all tensors to behind the last.
+    extent: (u64, u64),
 }
 
 impl PagedCache {
@@ -119,8 +121,11 @@ impl PagedCache {
             let name = |i: usize| plane_name(i, layers);
             return Err(TransferError::SharedPlanes { first: name(a), second: name(b) });
         }
-        let tensors = list.iter().map(|t| (t.addr, layout.span_bytes())).collect();
-        Ok(PagedCache { layout, bases: bases.into(), planes, layers, place, tensors })
+        let tensors: Arc<[(u64, u64)]> = list.iter().map(|t| (t.addr, layout.span_bytes())).collect();
+        let extent = tensors.iter().fold((u64::MAX, 0), |(first, end), &(addr, len)| {
+            (first.min(addr), end.max(addr.saturating_add(len)))
+        });
+        Ok(PagedCache { layout, bases: bases.into(), planes, layers, place, tensors, extent })
     }
 
     /// What was detected.
@@ -164,6 +169,10 @@ impl PagedCache {
     /// The first tensor that has bytes in `addr .. addr + len`, by name.
     pub(crate) fn meets(&self, addr: u64, len: u64) -> Option<String> {
         let end = addr.saturating_add(len);
+        // Slabs seldom lie among the tensors, of which there are many.
+        if end <= self.extent.0 || self.extent.1 <= addr {
+            return None;
+        }
         let hit = self.tensors.iter().position(|&(a, n)| a < end && addr < a.saturating_add(n))?;
         Some(format!("tensor {hit}"))
     }

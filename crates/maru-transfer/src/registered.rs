@@ -26,6 +26,8 @@ struct Registered {
     warned: AtomicBool,
     default_plan: Arc<CopyPlan>,
     plans: RwLock<Vec<Arc<CopyPlan>>>,
+    /// Those of packed slabs, by their tokens: found without working out the geometry that they are of.
+    packed: RwLock<Vec<(u64, Arc<CopyPlan>)>>,
 }
 
 /// A mover and what it made of the cache.
@@ -51,7 +53,6 @@ impl RegisteredCache {
     ) -> Result<Self, TransferError> {
         let slab = paged.slab_layout(chunk_tokens)?;
         let default_plan = Arc::new(CopyPlan::new(paged.layout(), &slab, Arc::clone(paged.bases()))?);
-        let plans = RwLock::new(Vec::new());
         Ok(RegisteredCache(Arc::new(Registered {
             paged,
             engine,
@@ -59,7 +60,8 @@ impl RegisteredCache {
             second,
             warned: AtomicBool::new(false),
             default_plan,
-            plans,
+            plans: RwLock::default(),
+            packed: RwLock::default(),
         })))
     }
 
@@ -103,11 +105,22 @@ impl RegisteredCache {
         Arc::clone(&self.0.default_plan)
     }
 
+    /// The plan for a packed slab of that many tokens.
     pub(crate) fn chunk_plan(&self, tokens: u64) -> Result<Arc<CopyPlan>, TransferError> {
-        match self.0.default_plan.slab().tokens() == tokens {
-            true => Ok(self.default_plan()),
-            false => self.plan(&self.0.paged.slab_layout(tokens)?),
+        if self.0.default_plan.slab().tokens() == tokens {
+            return Ok(self.default_plan());
         }
+        let known = self.0.packed.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, plan)) = known.iter().find(|(n, _)| *n == tokens) {
+            return Ok(Arc::clone(plan));
+        }
+        drop(known);
+        let plan = self.plan(&self.0.paged.slab_layout(tokens)?)?;
+        let mut packed = self.0.packed.write().unwrap_or_else(PoisonError::into_inner);
+        if packed.len() < MOST_PLANS {
+            packed.push((tokens, Arc::clone(&plan)));
+        }
+        Ok(plan)
     }
 
     /// The plan for a slab geometry, made when first asked for.

@@ -195,6 +195,17 @@ impl Graph {
         Graph(graph, exec)
     }
 
+    /// What was queued breaks the capture; what it returned.
+    pub(crate) fn broken<T>(stream: &Stream, queue: impl FnOnce() -> T) -> T {
+        cu!(cuStreamBeginCapture_v2(stream.0, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED));
+        let outcome = queue();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the out pointer is valid; the stream is alive.
+        let ended = unsafe { sys::cuStreamEndCapture(stream.0, &raw mut graph) };
+        assert_ne!(ended, sys::CUresult::CUDA_SUCCESS, "the capture is whole");
+        outcome
+    }
+
     pub(crate) fn launch(&self, stream: &Stream) {
         cu!(cuGraphLaunch(self.1, stream.0));
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use libtest_mimic::{Failed, Trial};
 
 use crate::gpu::Gpu;
-use crate::{edges, layouts, ordering, runtime};
+use crate::{edges, layers, layouts, ordering, runtime};
 
 pub(crate) type Body = fn(&Gpu) -> Result<(), Failed>;
 
@@ -14,9 +14,11 @@ static GPU: OnceLock<Arc<Gpu>> = OnceLock::new();
 
 /// Every trial, to be run one at a time: there is one device, and some look at timing.
 pub(crate) fn trials() -> Vec<Trial> {
-    let groups = edges::TRIALS.into_iter().chain(ordering::TRIALS).chain(runtime::TRIALS);
+    let groups =
+        edges::TRIALS.into_iter().chain(ordering::TRIALS).chain(runtime::TRIALS).chain(layers::TRIALS);
     let mut trials: Vec<Trial> = groups.map(|(name, body)| trial(name.into(), body)).collect();
     trials.extend(layouts::trials());
+    trials.extend(layers::trials());
     trials
 }
 

@@ -8,6 +8,7 @@ mod edges;
 #[path = "../common/gpu.rs"]
 mod gpu;
 mod harness;
+mod layers;
 mod layouts;
 mod ordering;
 mod runtime;

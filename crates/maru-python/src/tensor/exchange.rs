@@ -44,10 +44,15 @@ impl Exchange {
     /// Torch's, if it is loaded and has them.
     fn get(py: Python<'_>) -> Option<Exchange> {
         static FOUND: PyOnceLock<Option<Exchange>> = PyOnceLock::new();
-        *FOUND.get_or_try_init(py, || torch::class(py).map(Exchange::find).ok_or(())).ok()?
+        if let Some(found) = FOUND.get(py) {
+            return *found;
+        }
+        // Not inside the cell, where a search in vain costs as much as all else that a call does.
+        let class = torch::class(py)?;
+        *FOUND.get_or_init(py, || Exchange::find(class))
     }
 
-    fn find(class: Bound<'_, PyAny>) -> Option<Exchange> {
+    fn find(class: &Bound<'_, PyAny>) -> Option<Exchange> {
         let py = class.py();
         let capsule = class.getattr_opt(intern!(py, "__dlpack_c_exchange_api__")).ok()??;
         // SAFETY: any object may be asked; the name is a C string.

@@ -3,9 +3,9 @@
 use std::ffi::CStr;
 
 use maru_transfer::Place;
-use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+use pyo3::{ffi, intern};
 
 use super::interface::in_elements;
 use super::{Tensor, loaded_class};
@@ -15,7 +15,7 @@ use crate::dtype::Element;
 pub(super) fn read(object: &Bound<'_, PyAny>) -> Option<Tensor> {
     static ARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = object.py();
-    let class = loaded_class(py, &ARRAY, "numpy", "ndarray")?;
+    let class = loaded_class(py, &ARRAY, intern!(py, "numpy"), intern!(py, "ndarray"))?;
     if object.get_type_ptr().cast() != class.as_ptr() {
         return None;
     }

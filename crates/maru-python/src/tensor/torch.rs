@@ -79,18 +79,18 @@ fn element(object: &Bound<'_, PyAny>, name: &str) -> Result<Element> {
 fn torch(py: Python<'_>) -> Option<Bound<'_, PyAny>> {
     // A module that is being imported has no Tensor yet.
     class(py)?;
-    super::loaded(py, "torch")
+    super::loaded(py, intern!(py, "torch"))
 }
 
 /// `torch.Tensor`, if torch is loaded.
-pub(super) fn class(py: Python<'_>) -> Option<Bound<'_, PyAny>> {
+pub(super) fn class<'py>(py: Python<'py>) -> Option<&'py Bound<'py, PyAny>> {
     static TENSOR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    super::loaded_class(py, &TENSOR, "torch", "Tensor")
+    super::loaded_class(py, &TENSOR, intern!(py, "torch"), intern!(py, "Tensor"))
 }
 
 /// Whether it is torch's own tensor.
 pub(crate) fn is_torch(object: &Bound<'_, PyAny>) -> bool {
-    class(object.py()).is_some_and(|class| object.is_instance(&class).unwrap_or(false))
+    class(object.py()).is_some_and(|class| object.is_instance(class).unwrap_or(false))
 }
 
 /// Devices of torch whose place is known: few, and torch makes the name of a device's type anew for each question.
@@ -100,7 +100,8 @@ const MOST_DEVICES: usize = 64;
 /// Whether it is a `torch.device`. Comparing those runs no Python code.
 fn is_device(object: &Bound<'_, PyAny>) -> bool {
     static DEVICE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let class = super::loaded_class(object.py(), &DEVICE, "torch", "device");
+    let py = object.py();
+    let class = super::loaded_class(py, &DEVICE, intern!(py, "torch"), intern!(py, "device"));
     class.is_some_and(|class| object.get_type_ptr().cast() == class.as_ptr())
 }
 

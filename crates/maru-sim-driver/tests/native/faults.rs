@@ -294,9 +294,9 @@ fn what_cannot_be_given_back_is_a_line_each(session: &Session) {
     let lines = warnings(|| drop(kernel));
     session.clear_faults();
     assert_eq!(lines.iter().filter(|l| l.contains("the native kernel cannot")).count(), 1, "{lines:#?}");
-    // The kernel's own events, and those of its slot lists.
-    assert_eq!(lines.iter().filter(|l| l.contains("a pool of events cannot")).count(), 2, "{lines:#?}");
-    assert_eq!(lines.len(), 3, "{lines:#?}");
+    // Events of launches, of loads that tell of their layers, and of slot lists.
+    assert_eq!(lines.iter().filter(|l| l.contains("a pool of events cannot")).count(), 3, "{lines:#?}");
+    assert_eq!(lines.len(), 4, "{lines:#?}");
 }
 
 fn many_transfers_leave_nothing(session: &Session) {
