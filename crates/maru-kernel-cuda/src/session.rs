@@ -14,6 +14,9 @@ use crate::ring::{CAPACITY, SlotLists};
 use crate::tickets::{Ticket, Told};
 use crate::{KernelError, LaunchOptions, Launched, PagedCopyKernel, PlaneTable};
 
+/// Most slots of a batch: those of 64 slabs of 256 tokens.
+const BATCH_SLOTS: u32 = 4 * CAPACITY;
+
 /// Launches of one cache on one stream, by one call. The context stays current while it lives.
 pub(crate) struct Session<'a> {
     kernel: &'a PagedCopyKernel,
@@ -140,7 +143,7 @@ impl<'a> Session<'a> {
         let mut rest = jobs;
         while let Some(job) = rest.first() {
             let batch =
-                batches.then(|| BatchLaunch::new(rest, self.planes.addr(), limits, CAPACITY)).flatten();
+                batches.then(|| BatchLaunch::new(rest, self.planes.addr(), limits, BATCH_SLOTS)).flatten();
             if let Some(batch) = batch {
                 let (together, others) = rest.split_at(batch.jobs);
                 // SAFETY: the caller's promises, passed on.

@@ -8,10 +8,6 @@ use super::{Addresses, Launch, Launches, Limits, MAX_UNITS, SlotSource};
 use super::{division, narrow, window};
 use crate::abi::{BATCH_SLABS, Entry, PagedCopyBatchArgs, PagedCopySlab};
 
-/// Most bytes of a batch, 2.5 ms of a fast link: the gap between two launches no longer counts, and others get
-/// their turn on the device often enough.
-const BATCH_BYTES: u64 = 128 << 20;
-
 /// One launch for the first jobs of a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchLaunch {
@@ -39,11 +35,9 @@ impl BatchLaunch {
         let first = jobs.first()?;
         let launch = whole(first, planes, limits)?;
         let units = limits.units.clamp(1, MAX_UNITS) / launch.args.units;
-        let bytes = usize::try_from(BATCH_BYTES / first.bytes().max(1)).unwrap_or(usize::MAX);
         let most = BATCH_SLABS
             .min(usize::try_from(slot_capacity / launch.args.tokens).unwrap_or(0))
-            .min(usize::try_from(units).unwrap_or(0))
-            .min(bytes);
+            .min(usize::try_from(units).unwrap_or(0));
         let taken = jobs.iter().take(most).take_while(|job| alike(first, job)).count();
         if taken < 2 || overlap(&jobs[..taken]) {
             return None;
