@@ -7,7 +7,9 @@
 //! so that a neighbour's load hits both; the ratio is the median of the rounds' ratios, GB/s the best round's.
 #![allow(missing_docs, clippy::cast_possible_truncation, reason = "a benchmark of known sizes")]
 
-use std::fmt::Write as _;
+#[path = "common/record.rs"]
+mod record;
+
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -16,6 +18,8 @@ use maru_layout::{
     CopyJob, CopyPlan, DType, Direction, JobRequest, PagedLayout, RowKind, SlabLayout, SlabSpan, SlotMapping,
     StridedSpec,
 };
+
+use record::Record;
 
 const CHUNK: u64 = 256;
 
@@ -374,9 +378,9 @@ fn main() {
     let mut threads = if args.threads.is_empty() { vec![1, all] } else { args.threads };
     threads.dedup();
     let stores = if args.stores { Store::available() } else { vec![Store::best()] };
-    let mut csv = String::from(
-        "layout,profile,heads,row_bytes,mib,direction,store,threads,gbps,memcpy_gbps,ratio_median,ratio_best\n",
-    );
+    let head =
+        "layout,profile,heads,row_bytes,mib,direction,store,threads,gbps,memcpy_gbps,ratio_median,ratio_best";
+    let mut record = Record::create(args.csv, None, head).unwrap_or_else(|error| exit(&error));
     println!(
         "{:13} {:18} {:>5} {:8} {:7} {:>7} {:>7} {:>7} {:>7} {:>7}",
         "layout", "profile", "row", "to", "store", "threads", "GB/s", "memcpy", "ratio", "best"
@@ -393,6 +397,7 @@ fn main() {
             let tuning = Tuning { store: Some(store), ..Tuning::default() };
             let mover = HostMover::tuned(threads, tuning).expect("mover");
             let threads = mover.threads();
+            record.progress(format_args!("{label} {}, {store:?}, threads {threads}", shape.name));
             for direction in [Direction::Gather, Direction::Scatter] {
                 let pairs = setup.measure(&mover, direction, rounds);
                 let best = |f: fn(&(f64, f64)) -> f64| pairs.iter().map(f).fold(f64::INFINITY, f64::min);
@@ -405,19 +410,14 @@ fn main() {
                     "{label:13} {:18} {row:>5} {to:8} {kind:7} {threads:>7} {gbps:>7.2} {memcpy:>7.2} {ratio:>7.2} {best:>7.2}",
                     shape.name,
                 );
-                let _ = writeln!(
-                    csv,
+                let written = record.row(format_args!(
                     "{label},{},{},{row},{},{to},{kind},{threads},{gbps:.3},{memcpy:.3},{ratio:.3},{best:.3}",
                     shape.name,
                     shape.heads,
                     bytes >> 20,
-                );
+                ));
+                written.unwrap_or_else(|error| exit(&error));
             }
         }
-    }
-    if let Some(path) = args.csv
-        && let Err(e) = std::fs::write(&path, csv)
-    {
-        exit(&format!("{path}: {e}"));
     }
 }

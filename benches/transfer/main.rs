@@ -1,9 +1,11 @@
-//! The engine on a device beside one flat copy of the same bytes, in one run: every strategy and the fallback,
-//! by profile and layout, stores and loads; latency and throughput by size; when the layers of a load are there;
-//! the CPU time of one `submit` beside a bare launch.
+//! The engine on a device beside one flat copy of the same bytes, in one run: latency and throughput by size; the
+//! CPU time of one `submit` beside a bare launch; when the layers of a load are there; every strategy and the
+//! fallback by profile and layout, stores and loads.
 //!
-//! `transfer [--csv FILE] [--quick] [--only throughput,sizes,layers,cpu]`. Correctness is checked before anything
-//! is timed; a mismatch ends the run.
+//! `transfer [--csv FILE] [--quick] [--only sizes,cpu,layers,throughput] [--profile TEXT] [--layout TEXT]`.
+//! `--profile` and `--layout` keep, of the layers' and the throughput's cases, those whose names contain the text.
+//! Correctness is checked before anything is timed; a mismatch ends the run. Every row is in the file as soon as it
+//! is measured.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a program meant to fail loudly")]
 
 #[path = "../../crates/maru-kernel-cuda/tests/common/cases.rs"]
@@ -15,12 +17,15 @@ mod common;
 #[path = "../../crates/maru-kernel-cuda/tests/common/gpu.rs"]
 #[allow(dead_code, reason = "the tests use the rest")]
 mod gpu;
+#[path = "../common/record.rs"]
+mod record;
+
+mod cpu;
 mod layers;
 mod sizes;
+mod throughput;
 
-use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::Instant;
 
 use maru::cxl::{CudaRegistrar, Region, RegisterOptions, Slab};
 use maru::{
@@ -28,8 +33,11 @@ use maru::{
     TransferEngine, TransferRequest,
 };
 
-use common::{Bench, PROFILES, Profile, TOKENS, events, median, timed};
-use gpu::{Gpu, Stream, cu};
+use maru::transfer::profile::Profile as Shipped;
+
+use common::{Bench, Profile};
+use gpu::{Gpu, Stream};
+use record::Record;
 
 /// Engines by configuration.
 const ENGINES: [(&str, &str); 4] = [
@@ -39,48 +47,104 @@ const ENGINES: [(&str, &str); 4] = [
     ("fallback", "backend = \"fallback\""),
 ];
 
-fn main() {
-    let mut args = std::env::args().skip(1);
-    let (mut csv_path, mut bytes, mut repeats) = (None, 512_000_000u64, 5);
-    let mut only = String::new();
-    while let Some(arg) = args.next() {
-        match arg.as_str() {
-            "--csv" => csv_path = args.next(),
-            "--quick" => (bytes, repeats) = (128_000_000, 3),
-            "--only" => only = args.next().unwrap_or_default(),
-            // What cargo passes.
-            "--bench" => {}
-            other => panic!("unknown argument {other:?}; transfer [--csv FILE] [--quick] [--only PARTS]"),
+/// Layouts of caches with K and V that profiles are timed in.
+const ORDERS: [&str; 4] = ["blocks_first_nhd", "blocks_first_hnd", "fused_lbnhc", "fused_blhnc"];
+
+/// The parts, in the order in which they run: the short ones first.
+const PARTS: [&str; 4] = ["sizes", "cpu", "layers", "throughput"];
+
+const USAGE: &str = "transfer [--csv FILE] [--quick] [--only PARTS] [--profile TEXT] [--layout TEXT]; parts, with \
+                     commas between: sizes,cpu,layers,throughput";
+
+/// What the arguments ask for.
+struct Options {
+    csv: Option<String>,
+    /// Bytes of a throughput.
+    bytes: u64,
+    repeats: usize,
+    only: Vec<String>,
+    profile: String,
+    layout: String,
+}
+
+impl Options {
+    fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
+        let mut options = Options {
+            csv: None,
+            bytes: 512_000_000,
+            repeats: 5,
+            only: Vec::new(),
+            profile: String::new(),
+            layout: String::new(),
+        };
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().ok_or_else(|| format!("{arg} needs a value; {USAGE}"));
+            match arg.as_str() {
+                "--csv" => options.csv = Some(value()?),
+                "--quick" => (options.bytes, options.repeats) = (128_000_000, 3),
+                "--only" => options.only = value()?.split(',').map(str::to_owned).collect(),
+                "--profile" => options.profile = value()?,
+                "--layout" => options.layout = value()?,
+                // What cargo passes.
+                "--bench" => {}
+                other => return Err(format!("unknown argument {other:?}; {USAGE}")),
+            }
+        }
+        match options.only.iter().find(|part| !PARTS.contains(&part.as_str())) {
+            Some(part) => Err(format!("--only: there is no part {part:?}; {USAGE}")),
+            None => Ok(options),
         }
     }
+
+    fn wants(&self, part: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| only == part)
+    }
+
+    /// Every shipped profile in every layout, as far as the names contain what was asked for.
+    fn cases(&self) -> Vec<Profile> {
+        let mut cases = Vec::new();
+        for name in Shipped::names().filter(|name| name.contains(&self.profile)) {
+            let shipped = Shipped::builtin(name).unwrap();
+            let orders: &[&'static str] = if shipped.mla { &["mla"] } else { &ORDERS };
+            cases.extend(orders.iter().filter(|order| order.contains(&self.layout)).map(|order| Profile {
+                name,
+                order,
+                layers: shipped.layers.into(),
+                heads: shipped.kv_heads.into(),
+                head_size: shipped.head_size.into(),
+                dtype: shipped.dtype,
+                block_size: shipped.block_size.into(),
+            }));
+        }
+        cases
+    }
+}
+
+fn main() {
+    let fail = |message: String| -> ! {
+        eprintln!("{message}");
+        std::process::exit(2)
+    };
+    let options = Options::parse(std::env::args().skip(1)).unwrap_or_else(|message| fail(message));
     let gpu = match Gpu::open() {
         Ok(gpu) => gpu,
         Err(error) => return println!("not available: {error}"),
     };
-    println!("device: {}, image: {}", gpu.context.name().unwrap(), gpu.kernel.image());
-    let mut csv = String::from("what,profile,layout,direction,engine,strategy,bytes,value,unit,flat,ratio\n");
-    let wanted = |part: &str| only.is_empty() || only.split(',').any(|o| o == part);
-    if wanted("throughput") {
-        println!(
-            "{:<17} {:<17} {:>4} {:<9} {:<12} {:>6} {:>6}  ratio",
-            "profile", "layout", "dir", "engine", "strategy", "GB/s", "flat"
-        );
-        for profile in &PROFILES {
-            throughput(&gpu, profile, bytes, repeats, &mut csv);
-        }
+    let device = format!("{}, image: {}", gpu.context.name().unwrap(), gpu.kernel.image());
+    println!("device: {device}");
+    let head = "what,profile,layout,direction,engine,strategy,bytes,value,unit,flat,ratio";
+    let record = Record::create(options.csv.clone(), Some(&device), head);
+    let mut record = record.unwrap_or_else(|message| fail(message));
+    for part in PARTS.into_iter().filter(|part| options.wants(part)) {
+        let measured = match part {
+            "sizes" => sizes::sizes(&gpu, &options, &mut record),
+            "cpu" => cpu::submit_cost(&gpu, &options, &mut record),
+            "layers" => layers::layers(&gpu, &options, &mut record),
+            _ => throughput::throughputs(&gpu, &options, &mut record),
+        };
+        measured.unwrap_or_else(|message| fail(message));
     }
-    if wanted("sizes") {
-        sizes::sizes(&gpu, repeats, &mut csv);
-    }
-    if wanted("layers") {
-        layers::layers(&gpu, repeats, &mut csv);
-    }
-    if wanted("cpu") {
-        submit_cost(&gpu, &mut csv);
-    }
-    if let Some(path) = csv_path {
-        std::fs::write(&path, csv).unwrap_or_else(|error| panic!("{path}: {error}"));
-    }
+    record.progress(format_args!("done"));
 }
 
 /// An engine with the bench's cache, and slabs in registered memory: loads read the first half of them.
@@ -168,108 +232,4 @@ fn slabs(gpu: &Gpu, bench: &Bench) -> Slab {
     slab.region().register(Arc::new(registrar), options).unwrap();
     gpu.bind();
     slab
-}
-
-fn throughput(gpu: &Gpu, profile: &Profile, bytes: u64, repeats: usize, csv: &mut String) {
-    let (stream, events) = (Stream::new(), events());
-    let bench = Bench::new(gpu, profile, bytes, false);
-    let memory = slabs(gpu, &bench);
-    let worlds: Vec<World> = ENGINES.iter().map(|e| World::new(gpu, &bench, profile, e.1, &memory)).collect();
-    let half = bench.total() as u64;
-    for (world, (name, _)) in worlds.iter().zip(ENGINES) {
-        bench.pages.fill(0xa5);
-        for direction in [0, 1] {
-            let transfer = world.engine.submit_many(&world.requests(&bench, direction, &stream)).unwrap();
-            transfer.wait().unwrap();
-        }
-        let (mut loaded, mut stored) = (vec![0; 1 << 20], vec![0; 1 << 20]);
-        for at in (0..half).step_by(1 << 20) {
-            let n = (half - at).min(1 << 20) as usize;
-            memory.read_at(at, &mut loaded[..n]).unwrap();
-            memory.read_at(half + at, &mut stored[..n]).unwrap();
-            assert!(loaded[..n] == stored[..n], "{name}: what was stored differs from what was loaded");
-        }
-        memory.write_at(half, &vec![0; 1 << 20]).unwrap();
-    }
-    let total = half as f64 / 1e9;
-    let host = memory.addr().as_ptr() as u64;
-    for (direction, dir) in ["H2D", "D2H"].into_iter().enumerate() {
-        let requests: Vec<_> = worlds.iter().map(|w| w.requests(&bench, direction, &stream)).collect();
-        let (mut flat, mut rates, mut strategy) =
-            (Vec::new(), vec![Vec::new(); worlds.len()], vec![""; worlds.len()]);
-        for round in 0..=repeats {
-            let n = (half as usize).min(bench.pages.len);
-            let seconds = timed(&stream, &events, || match direction {
-                0 => cu!(cuMemcpyHtoDAsync_v2(bench.pages.addr, host as *const _, n, stream.0)),
-                _ => cu!(cuMemcpyDtoHAsync_v2((host + half) as *mut _, bench.pages.addr, n, stream.0)),
-            });
-            flat.push(total / seconds);
-            for (i, world) in worlds.iter().enumerate() {
-                let mut transfer = None;
-                let seconds = timed(&stream, &events, || {
-                    transfer = Some(world.engine.submit_many(&requests[i]).unwrap())
-                });
-                let transfer = transfer.unwrap();
-                strategy[i] = transfer.strategy();
-                transfer.wait().unwrap();
-                if round > 0 {
-                    rates[i].push(total / seconds);
-                }
-            }
-        }
-        let flat = median(&mut flat[1..]);
-        for (i, (engine, _)) in ENGINES.into_iter().enumerate() {
-            let (rate, strategy) = (median(&mut rates[i]), strategy[i]);
-            let (p, l, ratio) = (profile.name, profile.order, rate / flat);
-            println!("{p:<17} {l:<17} {dir:>4} {engine:<9} {strategy:<12} {rate:6.1} {flat:6.1}  {ratio:.3}");
-            writeln!(
-                csv,
-                "throughput,{p},{l},{dir},{engine},{strategy},{half},{rate:.2},GB/s,{flat:.2},{ratio:.4}"
-            )
-            .unwrap();
-        }
-    }
-}
-
-/// CPU time of one `submit` of 256 host slots, the stream idle before, beside a bare launch.
-fn submit_cost(gpu: &Gpu, csv: &mut String) {
-    let stream = Stream::new();
-    let profile = PROFILES.iter().find(|p| p.name == "qwen2.5-32b-tp8").unwrap();
-    let bench = Bench::new(gpu, profile, 16_000_000, false);
-    let memory = slabs(gpu, &bench);
-    println!(
-        "\nCPU time of one submit, {TOKENS} host slots, microseconds (median of 1000, stream idle before)"
-    );
-    for (name, config) in ENGINES {
-        let world = World::new(gpu, &bench, profile, config, &memory);
-        for (direction, dir) in ["H2D", "D2H"].into_iter().enumerate() {
-            let requests = world.requests(&bench, direction, &stream);
-            let (mut bare, mut submit) = (Vec::new(), Vec::new());
-            for round in 0..1100 {
-                let start = Instant::now();
-                gpu.stall(&stream, 0, 0, 0, 0);
-                let launch = start.elapsed().as_secs_f64() * 1e6;
-                stream.wait();
-                let start = Instant::now();
-                let transfer = world.engine.submit(&requests[0]).unwrap();
-                let took = start.elapsed().as_secs_f64() * 1e6;
-                transfer.wait().unwrap();
-                if round >= 100 {
-                    bare.push(launch);
-                    submit.push(took);
-                }
-            }
-            let (bare, submit) = (median(&mut bare), median(&mut submit));
-            println!("  {name:<9} {dir} {submit:6.2}  bare launch {bare:5.2}  over {:6.2}", submit - bare);
-            writeln!(
-                csv,
-                "submit,{},{},{dir},{name},,{},{submit:.3},us,{bare:.3},{:.4}",
-                profile.name,
-                profile.order,
-                bench.slab_bytes,
-                submit / bare
-            )
-            .unwrap();
-        }
-    }
 }

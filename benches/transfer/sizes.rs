@@ -7,13 +7,14 @@ use maru::TransferRequest;
 
 use crate::common::{Bench, PROFILES, TOKENS, median};
 use crate::gpu::{Gpu, Stream, cu};
-use crate::{ENGINES, World, slabs};
+use crate::record::Record;
+use crate::{ENGINES, Options, World, slabs};
 
 /// Tokens of a transfer: part of a slab, then whole slabs.
 const SIZES: [u64; 8] = [1, 4, 16, 64, 256, 1024, 4096, 32768];
 
-pub(crate) fn sizes(gpu: &Gpu, repeats: usize, csv: &mut String) {
-    let stream = Stream::new();
+pub(crate) fn sizes(gpu: &Gpu, options: &Options, record: &mut Record) -> Result<(), String> {
+    let (stream, repeats) = (Stream::new(), options.repeats);
     let profile = PROFILES.iter().find(|p| p.name == "llama-3.1-8b-fp8").unwrap();
     let token_bytes = profile.layers * profile.heads * profile.head_size * 2;
     let bench = Bench::new(gpu, profile, SIZES[SIZES.len() - 1] * token_bytes, false);
@@ -25,6 +26,7 @@ pub(crate) fn sizes(gpu: &Gpu, repeats: usize, csv: &mut String) {
         profile.name, profile.order
     );
     for tokens in SIZES {
+        record.progress(format_args!("sizes: {tokens} tokens"));
         let n = usize::try_from(tokens * token_bytes).unwrap();
         let rounds = if tokens <= 256 { 200 * repeats } else { 4 * repeats + 8 };
         for (direction, dir) in ["H2D", "D2H"].into_iter().enumerate() {
@@ -62,13 +64,15 @@ pub(crate) fn sizes(gpu: &Gpu, repeats: usize, csv: &mut String) {
                 let ratio = time / flat;
                 write!(line, " | {engine} ({word}) {time:.1} {ratio:.3} cpu {cpu:.1}").unwrap();
                 let (p, l) = (profile.name, profile.order);
-                writeln!(csv, "size,{p},{l},{dir},{engine},{word},{n},{time:.2},us,{flat:.2},{ratio:.4}")
-                    .unwrap();
-                writeln!(csv, "size cpu,{p},{l},{dir},{engine},{word},{n},{cpu:.2},us,,").unwrap();
+                record.row(format_args!(
+                    "size,{p},{l},{dir},{engine},{word},{n},{time:.2},us,{flat:.2},{ratio:.4}"
+                ))?;
+                record.row(format_args!("size cpu,{p},{l},{dir},{engine},{word},{n},{cpu:.2},us,,"))?;
             }
             println!("{line}");
         }
     }
+    Ok(())
 }
 
 impl World {
