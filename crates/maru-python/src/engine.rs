@@ -36,7 +36,9 @@ impl PyEngine {
         given: Given<'_, '_>,
     ) -> Result<PyTransfer> {
         let engine = self.engine.get("Engine")?;
-        let mut keep = vec![cache.clone().into_any().unbind()];
+        // With the slots and the slab of each item.
+        let mut keep = Vec::with_capacity(1 + 2 * items.len());
+        keep.push(cache.clone().into_any().unbind());
         let (cache, place, id) = (cache.get(), engine.place(), self.id);
         let options = given.read(cache.paged().layers(), &mut keep)?;
         if direction == Direction::Scatter && cache.is_read_only() {

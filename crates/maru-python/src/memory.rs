@@ -55,7 +55,7 @@ pub(crate) struct Foreign {
     pub(crate) on_host: bool,
     /// Whether it is surely mapped, see [`crate::tensor::Tensor::owned`].
     pub(crate) owned: bool,
-    /// Kept alive by a slab in host memory.
+    /// Kept alive by the slab of a transfer on the host.
     pub(crate) owner: Option<Py<PyAny>>,
 }
 
@@ -100,7 +100,7 @@ impl Memory {
         }
         let Some(known) = driver::known(addr) else {
             if foreign.on_host {
-                return self.host_slab(Foreign { owner: None, ..foreign });
+                return self.host_slab(foreign);
             }
             return Err(Fault::value(format!(
                 "{addr:#x} is no memory that the driver of cuda:{device} knows"

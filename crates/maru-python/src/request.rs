@@ -179,7 +179,7 @@ impl Item {
             .count()?
             .checked_mul(found.size())
             .ok_or_else(|| Fault::overflow("the slab's size does not fit 64 bits"))?;
-        let slab = SlabSource::Array(tensor.foreign(slab.py(), bytes));
+        let slab = SlabSource::Array(tensor.foreign(slab.py(), place, bytes));
         keep.push(tensor.owner);
         Ok(Item { slots, slab, tokens })
     }

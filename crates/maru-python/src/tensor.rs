@@ -112,10 +112,11 @@ impl Tensor {
         TensorDesc::strided(&self.shape, &self.strides, dtype)
     }
 
-    /// As a slab of `len` bytes.
-    pub(crate) fn foreign(&self, py: Python<'_>, len: u64) -> Foreign {
+    /// As a slab of `len` bytes of a transfer in `place`.
+    pub(crate) fn foreign(&self, py: Python<'_>, place: Place, len: u64) -> Foreign {
         let on_host = self.place == Place::Host;
-        let owner = Some(self.owner.clone_ref(py));
+        // On a device whoever submits the transfer keeps it; a reference given up without the GIL costs twice.
+        let owner = (place == Place::Host).then(|| self.owner.clone_ref(py));
         Foreign { addr: self.addr, len, on_host, owned: self.owned, owner }
     }
 

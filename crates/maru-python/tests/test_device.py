@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import cuda_driver
 import maru_kv_ops as m
@@ -370,3 +373,37 @@ def test_planes_and_slabs_outside_their_allocation_are_refused():
     host.device = "cuda:1"
     with pytest.raises(ValueError, match="slot_mapping is on cuda:1, the paged cache is on cuda:0"):
         m.multi_layer_kv_transfer(**there.arguments(slab, [], D2H, slot_mapping=host))
+
+
+STREAM_OF_TORCH = """
+import sys, types
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+import cuda_driver, maru_kv_ops as m
+from reference import Cache
+from test_device import OnDevice, driver, tensors_as_cache
+
+there = OnDevice(Cache(1))
+paged = tensors_as_cache(there, 1)
+asked, stream = [], driver.stream()
+torch = types.ModuleType("torch")
+torch.Tensor, torch.device = type("Tensor", (), {}), type("device", (), {})
+torch.cuda = types.SimpleNamespace(initialized=False, is_initialized=lambda: torch.cuda.initialized)
+torch._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda n: asked.append(n) or stream)
+sys.modules["torch"] = torch
+slab = driver.pinned((2, 3, 8, 12))
+engine = m.Engine({"maru_device": "cuda:0"})
+transfer = engine.store(paged, np.array([5, 6, 7, 0, -1, 19, 12, 3]), slab, slab_tokens=8)
+transfer.order_before()
+transfer.order_before_layer(1)
+assert asked == [], asked
+torch.cuda.initialized = True
+engine.store(paged, np.array([5, 6, 7, 0, -1, 19, 12, 3]), slab, slab_tokens=8).order_before()
+assert asked == [0], asked
+m.synchronize()
+"""
+
+
+def test_torch_is_asked_for_its_stream_only_once_it_uses_cuda():
+    here = str(Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", STREAM_OF_TORCH, here], check=True, timeout=60)

@@ -75,7 +75,7 @@ pub(crate) fn multi_layer_kv_transfer(
             return Ok(());
         }
         let key = Key { format, block_op: false, geometry, place, pointers };
-        let foreign = slab.foreign(py, bytes);
+        let foreign = slab.foreign(py, place, bytes);
         let transfer = detached(py, move || {
             let engine = process().engine(place)?;
             let cache = registered(&key, &engine)?;

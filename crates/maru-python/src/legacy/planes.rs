@@ -6,6 +6,7 @@ use maru_layout::{
     Axis, CacheSpec, EngineFormat, EngineGeometry, EngineOp, EnginePlanes, EnginePointers, TensorDesc,
 };
 use maru_transfer::{CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine};
+use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::driver;
@@ -105,26 +106,28 @@ pub(super) fn pointers(
     let keep = tensor.owner.clone_ref(py);
     let values = unsigned(&Words::Device(tensor).values(py, name, place, stream)?, name)?;
     let mut lists = lock(lists);
-    lists.retain(|l| (l.addr, l.len) != (addr, len));
-    let forgotten = if lists.len() >= MOST { Some(lists.remove(0)) } else { None };
+    let mut forgotten: Vec<List> = lists.extract_if(.., |l| (l.addr, l.len) == (addr, len)).collect();
+    if lists.len() >= MOST {
+        forgotten.push(lists.remove(0));
+    }
     lists.push(List { addr, len, version, values: Arc::clone(&values), _tensor: keep });
     drop(lists);
-    // Outside the lock: the tensor's end may run Python code.
+    // Outside the lock: a tensor's end may run Python code.
     drop(forgotten);
     Ok(values)
 }
 
 /// Torch counts writes in place, except for tensors made under inference mode.
 fn version(list: &Bound<'_, PyAny>) -> i64 {
-    list.getattr("_version").and_then(|v| v.extract()).unwrap_or(-1)
+    let version = list.getattr_opt(intern!(list.py(), "_version")).ok().flatten();
+    version.and_then(|v| v.extract().ok()).unwrap_or(-1)
 }
 
 fn unsigned(words: &[i64], name: &str) -> std::result::Result<Arc<[u64]>, Fault> {
-    let address = |(i, word): (usize, &i64)| match word {
-        0 => Err(Fault::value(format!("{name}[{i}] is 0, which is no address"))),
-        word => Ok(word.cast_unsigned()),
-    };
-    words.iter().enumerate().map(address).collect()
+    match words.iter().position(|word| *word == 0) {
+        Some(i) => Err(Fault::value(format!("{name}[{i}] is 0, which is no address"))),
+        None => Ok(words.iter().map(|word| word.cast_unsigned()).collect()),
+    }
 }
 
 /// The cache of a key, registered with the engine of its place when it is first met. Blocks then.

@@ -61,7 +61,7 @@ pub(crate) fn single_layer_kv_transfer(
         let desc = paged.desc(dtype).map_err(|e| Fault::from(e).of("vllm_key_value_cache"))?;
         let key = LayerKey { addr: paged.addr, desc, axes, place };
         let stream = stream_of(py, place, slab.torch || paged.torch, None)?;
-        let foreign = slab.foreign(py, layout.bytes());
+        let foreign = slab.foreign(py, place, layout.bytes());
         let transfer = detached(py, move || {
             let engine = process().engine(place)?;
             let cache = registered_layer(&key, &engine).map_err(|e| e.of("vllm_key_value_cache"))?;

@@ -1,6 +1,7 @@
 //! Torch tensors, and whatever has their methods.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use maru_transfer::Place;
 use pyo3::intern;
@@ -132,6 +133,9 @@ pub(super) fn current_device(py: Python<'_>) -> Option<u32> {
 /// Torch's current stream of a device.
 pub(super) fn current_stream(py: Python<'_>, device: u32) -> Result<usize> {
     static RAW: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    if !initialised(py)? {
+        return Ok(0);
+    }
     if let Some(stream) = super::exchange::current_stream(py, device) {
         return Ok(stream);
     }
@@ -143,11 +147,22 @@ pub(super) fn current_stream(py: Python<'_>, device: u32) -> Result<usize> {
         return Ok(raw.bind(py).call1((device,))?.extract()?);
     }
     let cuda = torch.getattr("cuda")?;
-    // Also what a torch without CUDA says.
-    if !cuda.call_method0("is_initialized")?.is_truthy()? {
-        return Ok(0);
-    }
     Ok(cuda.call_method1("current_stream", (device,))?.getattr("cuda_stream")?.extract()?)
+}
+
+/// Whether torch uses CUDA already: until then its caller is on the default stream, and asking it for another would make
+/// it initialise parts of CUDA behind its own back. False also for a torch without CUDA.
+fn initialised(py: Python<'_>) -> PyResult<bool> {
+    /// Once initialised it stays so, but for a forked child, where CUDA is of no use.
+    static YES: AtomicBool = AtomicBool::new(false);
+    if YES.load(Ordering::Relaxed) {
+        return Ok(true);
+    }
+    let Some(torch) = torch(py) else { return Ok(false) };
+    let Some(cuda) = torch.getattr_opt(intern!(py, "cuda"))? else { return Ok(false) };
+    let yes = cuda.call_method0(intern!(py, "is_initialized"))?.is_truthy()?;
+    YES.store(yes, Ordering::Relaxed);
+    Ok(yes)
 }
 
 /// A raw handle, or an object of torch, CuPy, Numba or the stream protocol.
