@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyString};
 
 use crate::errors::{Fault, Result};
+use crate::tensor::Dims;
 
 /// An argument that may be left out.
 pub(crate) type Arg<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
@@ -124,8 +125,8 @@ pub(crate) fn numbers<'py, T: for<'a> FromPyObject<'a, 'py>>(
 }
 
 /// A shape or strides: a short list of ints.
-pub(crate) fn dims(object: &Bound<'_, PyAny>) -> Option<Vec<i64>> {
+pub(crate) fn dims(object: &Bound<'_, PyAny>) -> Option<Dims> {
     const MOST_AXES: usize = 64;
     object.len().ok().filter(|len| *len <= MOST_AXES)?;
-    object.extract().ok()
+    object.extract::<Vec<i64>>().ok().map(Dims::from_vec)
 }

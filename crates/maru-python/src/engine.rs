@@ -6,6 +6,7 @@ use maru_layout::Direction;
 use maru_transfer::config::Config;
 use maru_transfer::{Place, Stream, TransferEngine, TransferRequest};
 use pyo3::prelude::*;
+use smallvec::SmallVec;
 
 use crate::args::{self, Arg};
 use crate::cache::PyPagedCache;
@@ -44,7 +45,7 @@ impl PyEngine {
         if direction == Direction::Scatter && cache.is_read_only() {
             return Err(Fault::value("the cache's tensors are read-only and would be written").into());
         }
-        let mut read = Vec::with_capacity(items.len());
+        let mut read = SmallVec::<[Item; 1]>::with_capacity(items.len());
         for (i, item) in items.iter().enumerate() {
             let item = Item::read(cache, item, (direction, place), &options, &mut keep);
             read.push(item.map_err(|e| match e {
@@ -58,7 +59,8 @@ impl PyEngine {
             // SAFETY: torch's current stream, the default one, or a live one as the caller states.
             let stream = unsafe { Stream::cuda(stream) };
             let request = |item: Item| item.request(&cache, (direction, place), &options, stream);
-            let requests = read.into_iter().map(request).collect::<Result<Vec<TransferRequest>, Fault>>()?;
+            let requests =
+                read.into_iter().map(request).collect::<Result<SmallVec<[TransferRequest; 1]>, Fault>>()?;
             Ok(match &options.by_layer {
                 Some(after) => engine.submit_by_layer(&requests, after)?,
                 None => engine.submit_many(&requests)?,

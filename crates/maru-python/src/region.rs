@@ -14,6 +14,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 use pyo3::{ffi, intern};
+use smallvec::smallvec;
 
 use crate::args;
 use crate::dtype::Element;
@@ -200,8 +201,8 @@ impl PySlab {
     pub(crate) fn tensor(&self, object: &Bound<'_, PyAny>) -> Tensor {
         Tensor {
             addr: self.host_addr() as u64,
-            shape: vec![self.signed_len()],
-            strides: vec![1],
+            shape: smallvec![self.signed_len()],
+            strides: smallvec![1],
             element: Element::Kv(DType::Raw8),
             place: Place::Host,
             read_only: self.slab.is_read_only(),

@@ -14,6 +14,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt, PyString};
+use smallvec::SmallVec;
 
 pub(crate) use dlpack::export as export_dlpack;
 pub(crate) use torch::is_torch;
@@ -23,14 +24,17 @@ use crate::dtype::Element;
 use crate::errors::{Fault, Result};
 use crate::memory::Foreign;
 
+/// Lengths or strides of the axes.
+pub(crate) type Dims = SmallVec<[i64; 6]>;
+
 /// One array, alive as long as `owner` is.
 #[derive(Debug)]
 pub(crate) struct Tensor {
     /// First element.
     pub(crate) addr: u64,
-    pub(crate) shape: Vec<i64>,
+    pub(crate) shape: Dims,
     /// In elements.
-    pub(crate) strides: Vec<i64>,
+    pub(crate) strides: Dims,
     pub(crate) element: Element,
     pub(crate) place: Place,
     pub(crate) read_only: bool,

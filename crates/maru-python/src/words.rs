@@ -1,5 +1,7 @@
 //! Lists of 64-bit integers: slots, pointers, block ids.
 
+use std::sync::Arc;
+
 use maru_layout::SlotMapping;
 use maru_transfer::Place;
 use pyo3::ffi;
@@ -15,7 +17,7 @@ use crate::tensor::Tensor;
 
 /// A list as it came: values on the host, or a tensor in device memory.
 pub(crate) enum Words {
-    Host(Vec<i64>),
+    Host(Arc<[i64]>),
     Device(Tensor),
 }
 
@@ -71,7 +73,13 @@ impl Words {
     }
 
     /// The values. Those of a device list are read in stream order, which blocks.
-    pub(crate) fn values(self, py: Python<'_>, name: &str, place: Place, stream: usize) -> Result<Vec<i64>> {
+    pub(crate) fn values(
+        self,
+        py: Python<'_>,
+        name: &str,
+        place: Place,
+        stream: usize,
+    ) -> Result<Arc<[i64]>> {
         match self {
             Words::Host(words) => Ok(words),
             Words::Device(tensor) => {
@@ -88,7 +96,7 @@ impl Words {
                         driver::read_words(addr, count, stream)
                     })
                 });
-                Ok(words.map_err(|e| e.of(name))?)
+                Ok(words.map_err(|e| e.of(name))?.into())
             }
         }
     }
@@ -104,13 +112,13 @@ fn sequence(object: &Bound<'_, PyAny>, name: &str) -> Result<Words> {
     }
     match plain_ints(object) {
         Some(words) => Ok(Words::Host(words)),
-        None => Ok(Words::Host(numbers(object, name)?)),
+        None => Ok(Words::Host(numbers(object, name)?.into())),
     }
 }
 
 /// A list or tuple of nothing but ints that fit, without the iterator and the conversions that any object may have:
 /// in half the time, and what that saves for a chunk's slots is about a launch. `None` for everything else.
-fn plain_ints(object: &Bound<'_, PyAny>) -> Option<Vec<i64>> {
+fn plain_ints(object: &Bound<'_, PyAny>) -> Option<Arc<[i64]>> {
     type Get = unsafe extern "C" fn(*mut ffi::PyObject, ffi::Py_ssize_t) -> *mut ffi::PyObject;
     let get: Get = match () {
         () if object.is_exact_instance_of::<PyList>() => ffi::PyList_GetItem,
@@ -118,8 +126,10 @@ fn plain_ints(object: &Bound<'_, PyAny>) -> Option<Vec<i64>> {
         () => return None,
     };
     let len = object.len().ok().filter(|len| *len <= MOST_ITEMS)?;
-    let mut words = Vec::with_capacity(len);
-    for i in 0..ffi::Py_ssize_t::try_from(len).ok()? {
+    let mut words = Arc::<[i64]>::new_uninit_slice(len);
+    // Ours alone so far.
+    let places = Arc::get_mut(&mut words)?;
+    for (i, place) in (0..ffi::Py_ssize_t::try_from(len).ok()?).zip(places) {
         // SAFETY: a list or tuple of that length. The reference is borrowed, and no Python code runs before it is
         // used for the last time.
         let item = unsafe { get(object.as_ptr(), i) };
@@ -132,15 +142,16 @@ fn plain_ints(object: &Bound<'_, PyAny>) -> Option<Vec<i64>> {
         if word == -1 && PyErr::take(object.py()).is_some() {
             return None;
         }
-        words.push(word);
+        place.write(word);
     }
-    Some(words)
+    // SAFETY: every place was written, as there are as many as numbers.
+    Some(unsafe { words.assume_init() })
 }
 
 /// Copies a host tensor's numbers out, whatever its stride.
-fn read(tensor: &Tensor) -> std::result::Result<Vec<i64>, Fault> {
+fn read(tensor: &Tensor) -> std::result::Result<Arc<[i64]>, Fault> {
     let (len, stride) = (tensor.len_of(0), if tensor.len_of(0) <= 1 { 1 } else { tensor.strides[0] });
-    let Some(last) = len.checked_sub(1) else { return Ok(Vec::new()) };
+    let Some(last) = len.checked_sub(1) else { return Ok(Arc::default()) };
     let overflow = || Fault::overflow("its last address does not fit 64 bits");
     let reach = i128::from(last) * i128::from(stride) * 8;
     let ends = [i128::from(tensor.addr), i128::from(tensor.addr) + reach];
@@ -153,16 +164,30 @@ fn read(tensor: &Tensor) -> std::result::Result<Vec<i64>, Fault> {
     let count = usize::try_from(len).map_err(|_| overflow())?;
     let first = usize::try_from(tensor.addr).map_err(|_| overflow())?;
     let step = usize::try_from(stride.unsigned_abs()).map_err(|_| overflow())?.saturating_mul(8);
-    let mut words = Vec::new();
-    words
-        .try_reserve_exact(count)
-        .map_err(|_| Fault::value(format!("{len} numbers do not fit into memory")))?;
-    for i in 0..count {
-        // In range: the last one was computed above.
-        let at = if stride < 0 { first - i * step } else { first + i * step };
-        let pointer = std::ptr::with_exposed_provenance::<i64>(at);
-        // SAFETY: inside the range that was just seen to be mapped, in an array that the caller holds.
-        words.push(unsafe { pointer.read_unaligned() });
+    if count > MOST_ITEMS {
+        // What is asked for below is there or ends the process.
+        let enough = Vec::<i64>::new().try_reserve_exact(count);
+        enough.map_err(|_| Fault::value(format!("{len} numbers do not fit into memory")))?;
     }
-    Ok(words)
+    let mut words = Arc::<[i64]>::new_uninit_slice(count);
+    // Ours alone so far.
+    let Some(places) = Arc::get_mut(&mut words) else { return Err(Fault::state("new memory is shared")) };
+    if stride == 1 {
+        let first = std::ptr::with_exposed_provenance::<u8>(first);
+        // SAFETY: as many bytes are in the range that was just seen to be mapped, in an array that the caller holds; the
+        // places are new memory.
+        unsafe {
+            std::ptr::copy_nonoverlapping(first, places.as_mut_ptr().cast::<u8>(), size_of_val(places))
+        };
+    } else {
+        for (i, place) in places.iter_mut().enumerate() {
+            // In range: the last one was computed above.
+            let at = if stride < 0 { first - i * step } else { first + i * step };
+            let pointer = std::ptr::with_exposed_provenance::<i64>(at);
+            // SAFETY: inside the range that was just seen to be mapped, in an array that the caller holds.
+            place.write(unsafe { pointer.read_unaligned() });
+        }
+    }
+    // SAFETY: every place was written.
+    Ok(unsafe { words.assume_init() })
 }

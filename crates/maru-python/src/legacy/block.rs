@@ -155,7 +155,7 @@ pub(crate) fn multi_layer_block_kv_transfer(
             // SAFETY: the caller's current stream of the device, or its default stream.
             let stream = unsafe { Stream::cuda(stream) };
             let mut requests = Vec::with_capacity(slabs.len());
-            for (i, addr) in (0u64..).zip(&slabs) {
+            for (i, addr) in (0u64..).zip(&*slabs) {
                 let skip = work.skipped_blocks(i) * per_block;
                 if skip == per_slab {
                     continue;

@@ -8,8 +8,8 @@ use maru_transfer::Place;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use super::Tensor;
 use super::interface::contiguous;
+use super::{Dims, Tensor};
 use crate::dtype::Element;
 use crate::errors::{Fault, Result};
 
@@ -55,15 +55,15 @@ impl DLTensor {
     ///
     /// # Safety
     /// A producer has filled it, whose lists are still there.
-    pub(super) unsafe fn dims(&self) -> Option<(Vec<i64>, Vec<i64>)> {
+    pub(super) unsafe fn dims(&self) -> Option<(Dims, Dims)> {
         let axes = usize::try_from(self.ndim).ok()?;
-        let list = |first: *mut i64| -> Option<Vec<i64>> {
+        let list = |first: *mut i64| -> Option<Dims> {
             if axes == 0 {
-                return Some(Vec::new());
+                return Some(Dims::new());
             }
             let first = NonNull::new(first)?;
             // SAFETY: DLPack's contract: as many numbers as axes at each list that is not null.
-            Some(unsafe { std::slice::from_raw_parts(first.as_ptr(), axes) }.to_vec())
+            Some(Dims::from_slice(unsafe { std::slice::from_raw_parts(first.as_ptr(), axes) }))
         };
         let shape = list(self.shape)?;
         let strides = list(self.strides).unwrap_or_else(|| contiguous(&shape));

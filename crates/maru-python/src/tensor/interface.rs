@@ -5,7 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::Tensor;
+use super::{Dims, Tensor};
 use crate::args;
 use crate::driver;
 use crate::dtype::{self, Element};
@@ -75,8 +75,8 @@ fn element(object: &Bound<'_, PyAny>, typestr: &str) -> Option<Element> {
     Some(Element::of_kind(kind, bytes))
 }
 
-pub(super) fn contiguous(shape: &[i64]) -> Vec<i64> {
-    let mut strides = vec![1i64; shape.len()];
+pub(super) fn contiguous(shape: &[i64]) -> Dims {
+    let mut strides = Dims::from_elem(1, shape.len());
     for axis in (0..shape.len().saturating_sub(1)).rev() {
         // A product that saturates belongs to a shape that every reader refuses for its size.
         strides[axis] = strides[axis + 1].saturating_mul(shape[axis + 1].max(1));
@@ -84,7 +84,7 @@ pub(super) fn contiguous(shape: &[i64]) -> Vec<i64> {
     strides
 }
 
-pub(super) fn in_elements(shape: &[i64], bytes: &[i64], size: u64) -> Option<Vec<i64>> {
+pub(super) fn in_elements(shape: &[i64], bytes: &[i64], size: u64) -> Option<Dims> {
     let size = i64::try_from(size).ok().filter(|size| *size > 0)?;
     let convert = |(len, stride): (&i64, &i64)| match (*len <= 1, stride % size) {
         (true, _) => Some(stride / size),

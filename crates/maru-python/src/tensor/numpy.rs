@@ -8,7 +8,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::{ffi, intern};
 
 use super::interface::in_elements;
-use super::{Tensor, loaded_class};
+use super::{Dims, Tensor, loaded_class};
 use crate::dtype::Element;
 
 /// `None` for anything but a plain array of a usual element type.
@@ -37,9 +37,9 @@ pub(super) fn read(object: &Bound<'_, PyAny>) -> Option<Tensor> {
 /// The view is filled, with shape, strides and format.
 unsafe fn of_view(view: &ffi::Py_buffer, object: &Bound<'_, PyAny>) -> Option<Tensor> {
     let (axes, size) = (usize::try_from(view.ndim).ok()?, u64::try_from(view.itemsize).ok()?);
-    let list = |first: *mut isize| -> Option<Vec<i64>> {
+    let list = |first: *mut isize| -> Option<Dims> {
         if axes == 0 {
-            return Some(Vec::new());
+            return Some(Dims::new());
         }
         let first = std::ptr::NonNull::new(first)?;
         // SAFETY: the protocol's contract: as many numbers as axes.
