@@ -4,8 +4,10 @@ mod dax_vm;
 mod gpu_bundle;
 mod licences;
 mod miri;
+mod plots;
 mod ptx;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -37,6 +39,11 @@ enum Task {
         #[arg(long)]
         check: bool,
     },
+    /// Draw a record's CSV files as SVG, beside them.
+    Plots {
+        /// Such as benches/record/h200.
+        folder: PathBuf,
+    },
     /// Check that every dependency's licence is one we accept.
     Licences,
     /// Run the pure parts and the host mover in Miri, which is installed if need be. Exit status 77: it cannot be
@@ -48,6 +55,7 @@ fn main() -> ExitCode {
     let outcome = match Args::parse().task {
         Task::DaxVm { args } => dax_vm::run(&args),
         Task::GpuBundle => gpu_bundle::run(&[]),
+        Task::Plots { folder } => plots::run(&folder),
         Task::Licences => licences::run(),
         Task::Miri => match miri::run() {
             Ok(()) => Ok(()),
