@@ -11,6 +11,7 @@ use serde_json::json;
 
 use crate::args::BenchArgs;
 use crate::bench::case::Case;
+use crate::bench::csv::Csv;
 use crate::error::CliError;
 use crate::layouts;
 use crate::movers::{self, Skipped, Wanted};
@@ -78,7 +79,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Outcome, CliError> {
     let mut results = Results::default();
     let groups = movers::find(wanted, &config, &mut results.skipped)?;
     // Before the work, so that it is not lost to a misspelt path.
-    for path in [&args.csv, &args.plot].into_iter().flatten() {
+    let mut csv = args.csv.as_deref().map(Csv::create).transpose()?;
+    if let Some(path) = &args.plot {
         std::fs::write(path, "").map_err(|e| CliError::io(format!("writing {}", path.display()), e))?;
     }
 
@@ -107,11 +109,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Outcome, CliError> {
         );
         Case { profile, layout, tokens: *tokens, group, chunk: config.transfer.kv_chunk_tokens.into() }
             .run(args, &mut results)?;
+        if let Some(csv) = &mut csv {
+            csv.update(&results.rows)?;
+        }
     }
     drop(progress);
-    if let Some(path) = &args.csv {
-        csv::write(path, &results.rows)?;
-    }
     if let Some(path) = &args.plot {
         plot::draw(path, &results.rows)?;
     }
