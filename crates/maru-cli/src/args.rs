@@ -6,7 +6,10 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use maru::transfer::profile::Profile;
+
 use crate::error::CliError;
+use crate::layouts::{LAYOUTS, Layout};
 
 #[derive(Debug, Parser)]
 #[command(
@@ -126,6 +129,35 @@ fn within(text: &str, least: u64, most: u64) -> Result<u64, String> {
     text.trim().parse().ok().filter(|n| (least..=most).contains(n)).ok_or_else(wanted)
 }
 
+/// Names that `--layout` takes, the usual ones marked.
+fn layout_names(mark: &str) -> String {
+    let name = |layout: &Layout| format!("{}{}", layout.name, if layout.usual { mark } else { "" });
+    LAYOUTS.iter().map(name).collect::<Vec<_>>().join(" ")
+}
+
+fn bench_help() -> String {
+    format!(
+        "Rounds are interleaved: in each one the flat copy and every mover run once, in turn. Times are medians over \
+         the rounds, ratios are medians of (time of the flat copy / time of the mover) within a round. Every mover is \
+         checked byte by byte before it is timed.\n\n\
+         Profiles: {}\n\
+         Layouts (* the usual ones): {}\n\n\
+         Exit status: 0 timed, 1 a byte was wrong or nothing could be timed, 2 bad input.",
+        Profile::names().collect::<Vec<_>>().join(" "),
+        layout_names("*")
+    )
+}
+
+fn verify_help() -> String {
+    format!(
+        "Every trial moves random bytes and compares the whole memory of both sides with a naive mover that copies \
+         byte by byte.\n\n\
+         Layouts: {}\n\n\
+         Exit status: 0 no byte differs, 1 some do, 2 bad input.",
+        layout_names("")
+    )
+}
+
 /// Longest prompt; its token ids are kept in memory.
 pub(crate) const MOST_TOKENS: u64 = 1 << 24;
 
@@ -165,18 +197,14 @@ pub(crate) struct LayoutArgs {
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Rounds are interleaved: in each one the flat copy and every mover run once, in turn. Times are \
-                        medians over the rounds, ratios are medians of (time of the flat copy / time of the mover) \
-                        within a round. Every mover is checked byte by byte before it is timed.\n\
-                        Exit status: 0 timed, 1 a byte was wrong, 2 bad input."
+    after_help = bench_help()
 )]
 pub(crate) struct BenchArgs {
     /// Model shape: a built-in profile's name or the path of a .toml file; can be given several times
     /// [default: llama-3.1-8b].
     #[arg(long, value_name = "NAME")]
     pub(crate) profile: Vec<String>,
-    /// Layout of the paged cache, as `maru verify` names them; can be given several times [default: the usual
-    /// ones].
+    /// Layout of the paged cache, one of those below; can be given several times [default: the usual ones].
     #[arg(long, value_name = "NAME")]
     pub(crate) layout: Vec<String>,
     /// Tokens moved at once, in slabs of 256.
@@ -192,7 +220,7 @@ pub(crate) struct BenchArgs {
     /// Rounds of each measurement [default: as many as take half a second, at least 5].
     #[arg(long, value_name = "N", value_parser = |text: &str| within(text, 1, 1_000_000))]
     pub(crate) rounds: Option<u64>,
-    /// Write the numbers there.
+    /// Write the numbers there, each as soon as it is measured.
     #[arg(long, value_name = "FILE")]
     pub(crate) csv: Option<PathBuf>,
     /// Draw bars of GB/s there.
@@ -205,11 +233,10 @@ pub(crate) struct BenchArgs {
 
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Every trial moves random bytes and compares the whole memory of both sides with a naive mover \
-                        that copies byte by byte.\nExit status: 0 no byte differs, 1 some do, 2 bad input."
+    after_help = verify_help()
 )]
 pub(crate) struct VerifyArgs {
-    /// Only this layout; can be given several times [default: all].
+    /// Only this layout, one of those below; can be given several times [default: all].
     #[arg(long, value_name = "NAME")]
     pub(crate) layout: Vec<String>,
     /// Where the paged caches live: host or cuda:N [default: the host and every GPU].

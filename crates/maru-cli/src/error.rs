@@ -16,6 +16,14 @@ pub(crate) enum CliError {
     /// A layout.
     #[error(transparent)]
     Layout(#[from] LayoutError),
+    /// A layout that more knowledge decides, and the options that give it.
+    #[error("{source} (options that say more: {options})")]
+    Undecided {
+        /// What was found.
+        source: LayoutError,
+        /// As they are written.
+        options: &'static str,
+    },
     /// A configuration or profile.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -102,7 +110,7 @@ impl CliError {
     pub(crate) fn kind(&self) -> &str {
         match self {
             CliError::Invalid(_) => "invalid_argument",
-            CliError::Layout(e) => e.kind(),
+            CliError::Layout(e) | CliError::Undecided { source: e, .. } => e.kind(),
             CliError::Config(e) => e.kind(),
             CliError::Transfer(e) => e.kind(),
             CliError::Cxl(e) => e.kind(),

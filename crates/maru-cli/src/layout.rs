@@ -1,11 +1,14 @@
 //! `maru layout`: what detection reads from a tensor.
 
-use maru::layout::{Axis, CacheSpec, DType, PagedLayout, RowKind, TensorDesc};
+use maru::layout::{Axis, CacheSpec, DType, LayoutError, PagedLayout, RowKind, TensorDesc};
 use serde_json::json;
 
 use crate::args::LayoutArgs;
 use crate::error::CliError;
 use crate::output::{Line, Outcome, human_bytes};
+
+/// What tells one reading from another.
+const OPTIONS: &str = "--axes, --block-size, --kv-heads, --head-size, --num-blocks, --mla";
 
 pub(crate) fn run(args: &LayoutArgs) -> Result<Outcome, CliError> {
     let dtype: DType = args.dtype.trim().parse()?;
@@ -15,7 +18,10 @@ pub(crate) fn run(args: &LayoutArgs) -> Result<Outcome, CliError> {
         None => TensorDesc::contiguous(&shape, dtype)?,
     };
     let base_offset = count("--base-offset", args.base_offset.as_deref())?.unwrap_or(0);
-    let layout = PagedLayout::detect(&tensor, &spec(args)?)?;
+    let layout = PagedLayout::detect(&tensor, &spec(args)?).map_err(|error| match error {
+        LayoutError::Ambiguous { .. } => CliError::Undecided { source: error, options: OPTIONS },
+        other => other.into(),
+    })?;
     Ok(Outcome {
         json: as_json(&layout, base_offset),
         human: explain(&tensor, &layout, base_offset),
@@ -50,11 +56,11 @@ fn number(option: &str, word: &str) -> Result<i64, CliError> {
     let word = word.trim();
     word.parse().map_err(|_| {
         let found = if word.is_empty() { "nothing".to_owned() } else { format!("{word:?}") };
-        CliError::invalid(format!(
-            "{option} has {found} where a whole number from {} to {} is needed",
-            i64::MIN,
-            i64::MAX
-        ))
+        let example = match option {
+            "--shape" | "--stride" => "; several stand with commas between, such as 6,2,16,2,128",
+            _ => "",
+        };
+        CliError::invalid(format!("{option} has {found} where a whole number is needed{example}"))
     })
 }
 

@@ -2,7 +2,7 @@
 
 use maru::Config;
 use maru::transfer::config::{BackendChoice, DeviceChoice, StrategyChoice};
-use maru::transfer::{Place, TransferEngine};
+use maru::transfer::{Place, TransferEngine, TransferError};
 use serde::Serialize;
 
 use crate::error::CliError;
@@ -93,7 +93,13 @@ pub(crate) fn find(
             // It was asked for by name, so it is an error and not something left out.
             let mut config = base.clone();
             (config.transfer.device, config.transfer.backend) = (DeviceChoice::Cuda(gpu), wanted.backend);
-            TransferEngine::open(&config)?;
+            TransferEngine::open(&config).map_err(|error| match error {
+                // Under `auto` the last one that was tried would stand for all.
+                TransferError::NotAvailable { reason, .. } if wanted.backend == BackendChoice::Auto => {
+                    TransferError::NotAvailable { what: format!("cuda:{gpu}"), reason }
+                }
+                other => other,
+            })?;
         }
         if !group.movers.is_empty() {
             groups.push(group);
@@ -101,7 +107,7 @@ pub(crate) fn find(
     }
     if groups.is_empty() {
         let reasons: Vec<String> = skipped.iter().map(|s| format!("{}: {}", s.what, s.reason)).collect();
-        return Err(CliError::Transfer(maru::TransferError::NotAvailable {
+        return Err(CliError::Transfer(TransferError::NotAvailable {
             what: format!("the {} backend", wanted.backend),
             reason: reasons.join("; "),
         }));

@@ -87,6 +87,15 @@ fn layouts_that_a_profile_cannot_have_are_left_out() {
     let report = run.json();
     assert!(rows(&report).iter().all(|row| row["layout"] == "cross_layer"), "{report}");
     assert_eq!(report["skipped"][0]["what"], "small as mla", "{report}");
+    let reason = report["skipped"][0]["reason"].as_str().unwrap_or_default();
+    assert!(reason.contains("deepseek-v3-mla"), "{report}");
+    let none: Vec<String> = small(&place, &["--device", "host", "--tokens", "4", "--layout", "mla"])
+        .into_iter()
+        .filter(|word| word != "--json")
+        .collect();
+    let run = maru(&words(&none));
+    assert_eq!(run.code, Some(1), "{run:?}");
+    assert!(run.out.contains("Nothing was timed"), "{run:?}");
     let mla = place.file(
         "mla.toml",
         "name='latent'\nmodel='m'\nlayers=2\nhead_size=9\nmla=true\ndtype='bf16'\nblock_size=4\n",
@@ -133,6 +142,7 @@ fn bad_arguments_are_refused_before_anything_is_timed() {
         &["--layout", "nhd"],
         &["--rounds", "0"],
         &["--device", "gpu"],
+        &["--device", "host", "--plot", "/tmp/bars.png"],
     ] {
         let (kind, message) = maru(&words(&small(&place, arguments))).error(2);
         assert_eq!(kind, "invalid_argument", "{arguments:?}: {message}");
@@ -164,4 +174,16 @@ fn every_mover_of_a_simulated_gpu_is_timed() {
     let own =
         found.iter().find(|(mover, _)| *mover == "native/auto").expect("the native backend's own choice");
     assert!(["direct", "staged"].contains(&own.1), "{found:?}");
+}
+
+#[test]
+fn help_lists_what_may_be_named() {
+    for (command, words) in [
+        ("bench", &["deepseek-v3-mla", "fused_lbnhc*", "kv_first_nhd "][..]),
+        ("verify", &["layer_first_cross", "fused_lbnhc "]),
+    ] {
+        let run = maru(&[command, "--help"]);
+        assert_eq!(run.code, Some(0), "{run:?}");
+        assert!(words.iter().all(|word| run.out.contains(word)), "{words:?}: {}", run.out);
+    }
 }

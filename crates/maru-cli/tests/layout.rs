@@ -252,6 +252,13 @@ fn every_dtype_is_known() {
 }
 
 #[test]
+fn what_decides_is_said_as_options() {
+    refused("--shape 2,2,16,8,128", "ambiguous_layout", "--axes, --block-size, --kv-heads");
+    refused("--shape 6x2x16", "invalid_argument", "such as 6,2,16,2,128");
+    refused("--shape 6,2,16,2,128 --block-size many", "invalid_argument", "a whole number is needed");
+}
+
+#[test]
 fn two_blocks_of_k_and_v_are_ambiguous() {
     refused("--shape 2,2,16,8,128 --block-size 16 --num-blocks 2", "ambiguous_layout", "axes");
     has(

@@ -177,5 +177,6 @@ fn the_pool_may_come_from_the_configuration() {
     let run = place.run(&["--role", "producer", "--tokens", "600", "--config", &config]);
     assert_eq!(run.code, Some(0), "{run:?}");
     assert_eq!(Path::new(&pool).metadata().expect("made").len(), 4 << 20);
+    assert!(run.out.contains("the same command with --role consumer"), "{run:?}");
     verified(&place.run(&["--role", "consumer", "--tokens", "600", "--config", &config, "--json"]));
 }

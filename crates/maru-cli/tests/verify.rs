@@ -124,3 +124,10 @@ fn a_driver_call_that_fails_is_a_failure_and_no_panic() {
     assert_eq!((run.code, count(&report, "failed")), (Some(0), 0), "{report}");
     assert_eq!((list(&report, "movers").len(), list(&report, "skipped").len()), (1, 2), "{report}");
 }
+
+#[test]
+fn a_gpu_that_is_not_there_is_named() {
+    let (kind, message) = maru(&["verify", "--device", "cuda:1023", "--layout", "mla", "--json"]).error(2);
+    assert_eq!(kind, "not_available", "{message}");
+    assert!(message.starts_with("cuda:1023 not available: "), "{message}");
+}

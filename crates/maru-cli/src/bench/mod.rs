@@ -13,7 +13,7 @@ use crate::args::BenchArgs;
 use crate::bench::case::Case;
 use crate::bench::csv::Csv;
 use crate::error::CliError;
-use crate::layouts;
+use crate::layouts::{self, Layout};
 use crate::movers::{self, Skipped, Wanted};
 use crate::output::Outcome;
 use crate::p2p::job::read_profile;
@@ -66,6 +66,17 @@ struct Results {
     skipped: Vec<Skipped>,
 }
 
+/// Why a profile is not timed in a layout.
+fn misfit(mla: bool, layout: &Layout) -> &'static str {
+    match (layout.opaque_blocks(), mla) {
+        (true, _) => "its slots are whole blocks, not tokens; `maru verify` covers it",
+        (_, true) => "the profile has one latent row per token (MLA), the layout has K and V of heads",
+        (_, false) => {
+            "the layout has one latent row per token (MLA); a profile such as deepseek-v3-mla has, too"
+        }
+    }
+}
+
 pub(crate) fn run(args: &BenchArgs) -> Result<Outcome, CliError> {
     let names = match args.profile.as_slice() {
         [] => vec![DEFAULT_PROFILE.to_owned()],
@@ -78,6 +89,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Outcome, CliError> {
     let config = Config::default();
     let mut results = Results::default();
     let groups = movers::find(wanted, &config, &mut results.skipped)?;
+    if let Some(path) = args.plot.as_ref().filter(|path| path.extension().is_none_or(|e| e != "svg")) {
+        let path = path.display();
+        return Err(CliError::invalid(format!(
+            "--plot draws SVG, so the file's name ends with .svg; found {path}"
+        )));
+    }
     // Before the work, so that it is not lost to a misspelt path.
     let mut csv = args.csv.as_deref().map(Csv::create).transpose()?;
     if let Some(path) = &args.plot {
@@ -95,7 +112,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Outcome, CliError> {
             if !fits && !args.layout.is_empty() {
                 results.skipped.push(Skipped {
                     what: format!("{} as {}", profile.name, layout.name),
-                    reason: "the layout does not hold such rows".to_owned(),
+                    reason: misfit(profile.mla, layout).to_owned(),
                 });
             }
         }

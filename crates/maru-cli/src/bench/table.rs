@@ -37,6 +37,9 @@ pub(super) fn lines(results: &Results) -> Vec<Line> {
     for skip in &results.skipped {
         out.push(Line::plain(format!("skipped: {}: {}", skip.what, skip.reason)));
     }
+    if results.rows.is_empty() && results.failures.is_empty() {
+        out.push(Line::Verdict("Nothing was timed".to_owned(), false));
+    }
     for f in &results.failures {
         out.push(Line::Verdict(
             format!(

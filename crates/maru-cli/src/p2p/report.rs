@@ -79,9 +79,12 @@ impl Report<'_> {
         }
         match &self.loaded {
             Some(loaded) => lines.extend(verdicts(loaded)),
-            None => lines.extend(
-                self.stored.as_ref().map(|s| Line::Verdict(format!("Stored: {} chunk(s)", s.chunks), true)),
-            ),
+            None => {
+                if let Some(stored) = &self.stored {
+                    lines.push(Line::Verdict(format!("Stored: {} chunk(s)", stored.chunks), true));
+                    lines.push(Line::plain("  to load them: the same command with --role consumer"));
+                }
+            }
         }
         lines
     }
