@@ -64,6 +64,31 @@ impl Wanted {
     }
 }
 
+/// An engine, or why there is none: of a GPU that was asked for by number, in words about that GPU.
+pub(crate) fn open(config: &Config) -> Result<TransferEngine, CliError> {
+    let error = match TransferEngine::open(config) {
+        Ok(engine) => return Ok(engine),
+        Err(error) => error,
+    };
+    let (DeviceChoice::Cuda(gpu), TransferError::NotAvailable { what, reason }) =
+        (config.transfer.device, &error)
+    else {
+        return Err(error.into());
+    };
+    let gpus = maru::kernel::device_count().ok().and_then(|count| u32::try_from(count).ok());
+    let reason = match gpus.filter(|count| *count <= gpu) {
+        Some(0) => "the driver shows no GPU".to_owned(),
+        Some(1) => "the only GPU is cuda:0".to_owned(),
+        Some(count) => format!("the GPUs are cuda:0 to cuda:{}", count - 1),
+        None => reason.clone(),
+    };
+    // Under `auto` the backend that was tried last would stand for all.
+    let auto = config.transfer.backend == BackendChoice::Auto;
+    let what =
+        if auto || gpus.is_some_and(|count| count <= gpu) { format!("cuda:{gpu}") } else { what.clone() };
+    Err(CliError::Transfer(TransferError::NotAvailable { what, reason }))
+}
+
 /// The movers of every place that is wanted; what cannot run is added to `skipped`, unless it was asked for by name.
 pub(crate) fn find(
     wanted: Wanted,
@@ -93,13 +118,7 @@ pub(crate) fn find(
             // It was asked for by name, so it is an error and not something left out.
             let mut config = base.clone();
             (config.transfer.device, config.transfer.backend) = (DeviceChoice::Cuda(gpu), wanted.backend);
-            TransferEngine::open(&config).map_err(|error| match error {
-                // Under `auto` the last one that was tried would stand for all.
-                TransferError::NotAvailable { reason, .. } if wanted.backend == BackendChoice::Auto => {
-                    TransferError::NotAvailable { what: format!("cuda:{gpu}"), reason }
-                }
-                other => other,
-            })?;
+            open(&config)?;
         }
         if !group.movers.is_empty() {
             groups.push(group);

@@ -127,7 +127,25 @@ fn a_driver_call_that_fails_is_a_failure_and_no_panic() {
 
 #[test]
 fn a_gpu_that_is_not_there_is_named() {
-    let (kind, message) = maru(&["verify", "--device", "cuda:1023", "--layout", "mla", "--json"]).error(2);
-    assert_eq!(kind, "not_available", "{message}");
-    assert!(message.starts_with("cuda:1023 not available: "), "{message}");
+    for arguments in [&["verify", "--layout", "mla"][..], &["bench"], &["p2p"]] {
+        let arguments = [arguments, &["--device", "cuda:1023", "--json"]].concat();
+        let (kind, message) = maru(&arguments).error(2);
+        assert_eq!(kind, "not_available", "{message}");
+        assert!(message.starts_with("cuda:1023 not available: "), "{message}");
+    }
+}
+
+#[test]
+fn the_gpus_that_there_are_are_said() {
+    let Some(sim) = Sim::new() else { return };
+    for (devices, backend, gpus) in [
+        ("devices=1", "auto", "the only GPU is cuda:0"),
+        ("devices=3", "auto", "cuda:0 to cuda:2"),
+        ("devices=3", "native", "cuda:0 to cuda:2"),
+    ] {
+        let arguments = ["bench", "--device", "cuda:7", "--backend", backend, "--json"];
+        let (kind, message) = sim.maru(&arguments, devices).error(2);
+        assert_eq!(kind, "not_available", "{message}");
+        assert!(message.starts_with("cuda:7 not available: ") && message.contains(gpus), "{message}");
+    }
 }

@@ -27,6 +27,7 @@ use maru::transfer::config::{BackendChoice, DeviceChoice};
 
 use crate::args::{P2pArgs, RoleArg};
 use crate::error::CliError;
+use crate::movers;
 use crate::output::{Outcome, Output};
 use crate::p2p::job::{Job, Role};
 use crate::p2p::pool::OwnFile;
@@ -54,7 +55,7 @@ pub(crate) fn run(args: &P2pArgs, output: &Output) -> Result<Outcome, CliError> 
     // Everything that both sides would refuse is refused before anything is made.
     let mut job = job(args, &setup)?;
     let plan = job::Plan::new(&job, 0)?;
-    maru::transfer::TransferEngine::open(&plan.config)?;
+    movers::open(&plan.config)?;
     let chunks = plan.chunks.len() as u64;
     let too_large = || CliError::invalid("the pool for so many tokens of this profile is too large");
     let bytes = job::pool_bytes(plan.slab_bytes(), chunks).ok_or_else(too_large)?;
