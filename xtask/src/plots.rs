@@ -81,8 +81,9 @@ mod tests {
             .map(|entry| entry.file_name().to_string_lossy().into_owned())
             .collect();
         let has = |end: &str| names.iter().any(|name| name.ends_with(end));
-        let drawn = ["transfer.throughput.svg", "transfer.latency.svg", "transfer.cpu.svg"];
-        let more = ["transfer.profiles.svg", "transfer.layers.svg", "interference.slowdown.svg"];
+        let drawn =
+            ["transfer.throughput.svg", "transfer.latency.svg", "transfer.cpu.svg", "transfer.layers.svg"];
+        let more = ["transfer.profiles-load.svg", "transfer.profiles-store.svg", "interference.slowdown.svg"];
         let missing: Vec<_> = drawn.iter().chain(&more).filter(|end| !has(end)).collect();
         let gone = !has("transfer.gone.svg");
         fs::remove_dir_all(&folder).expect("removed");

@@ -230,10 +230,10 @@ fn cpu(table: &Table) -> Vec<Figure> {
     figures
 }
 
-/// Every profile and layout: throughput over the flat copy's.
-fn by_profile(table: &Table, who: &str) -> Option<Figure> {
-    let mut all = Vec::new();
-    for (direction, word) in DIRECTIONS {
+/// Every profile and layout: throughput over the flat copy's, a picture for each direction.
+fn by_profile(table: &Table, who: &str) -> Vec<Figure> {
+    let mut figures = Vec::new();
+    for ((direction, word), name) in DIRECTIONS.into_iter().zip(["profiles-load", "profiles-store"]) {
         let mut groups = Groups::default();
         let rows =
             table.rows().filter(|r| r.text("what") == "throughput" && r.text("direction") == direction);
@@ -242,12 +242,10 @@ fn by_profile(table: &Table, who: &str) -> Option<Figure> {
                 groups.add(place(row), row.text(who), ratio);
             }
         }
-        if !groups.0.is_empty() {
-            all.push(groups.ratios(word));
-        }
+        let title = "Throughput of slabs of 256 tokens by profile and layout, beside one flat copy";
+        figures.push(figure(name, title, Content::Bars(vec![groups.ratios(word)])));
     }
-    let title = "Throughput of slabs of 256 tokens by profile and layout, beside one flat copy";
-    (!all.is_empty()).then(|| figure("profiles", title, Content::Bars(all)))
+    figures
 }
 
 /// When the layers of a load are there: a line of panels for each profile and layout, a panel for each size.
