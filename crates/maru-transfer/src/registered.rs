@@ -142,3 +142,40 @@ impl RegisteredCache {
         Ok(plan)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use maru_layout::{CacheSpec, DType, TensorDesc};
+
+    use super::*;
+    use crate::config::{Config, DeviceChoice};
+    use crate::{CacheTensor, Place, Tensors, TransferEngine};
+
+    #[test]
+    fn plans_by_tokens_are_those_by_geometry_and_made_once() {
+        let mut config = Config::default();
+        config.transfer.device = DeviceChoice::Host;
+        let engine = TransferEngine::open(&config).expect("a host engine");
+        let memory = vec![0u16; 2 * 4 * 8 * 2 * 16];
+        let desc = TensorDesc::contiguous(&[2, 4, 8, 2, 16], DType::F16).expect("a description");
+        let addr = memory.as_ptr().expose_provenance() as u64;
+        let tensors = Tensors::PerLayer(vec![CacheTensor { addr, len: desc.span_bytes(), desc }]);
+        let spec = CacheSpec { block_size: Some(8), num_kv_heads: Some(2), ..CacheSpec::default() };
+        // SAFETY: the tensor is the vector above, which outlives the cache and is not touched.
+        let paged = unsafe { PagedCache::new(&tensors, &spec, Place::Host, Some(1)) }.expect("a cache");
+        let cache = engine.register(paged).expect("registered");
+        let most = u64::try_from(MOST_PLANS).expect("small");
+        for tokens in 1..=most + 8 {
+            let slab = cache.paged().slab_layout(tokens).expect("a slab");
+            let plan = cache.chunk_plan(tokens).expect("a plan");
+            assert_eq!((plan.slab(), plan.slab().tokens()), (&slab, tokens));
+            let (again, by_slab) = (cache.chunk_plan(tokens), cache.plan(&slab));
+            assert_eq!(Arc::ptr_eq(&plan, &again.expect("again")), tokens <= most, "{tokens} tokens");
+            assert_eq!(Arc::ptr_eq(&plan, &by_slab.expect("by its slab")), tokens <= most, "{tokens} tokens");
+        }
+        assert!(cache.chunk_plan(0).is_err());
+        let chunk = cache.slab_layout().tokens();
+        assert!(Arc::ptr_eq(&cache.chunk_plan(chunk).expect("a plan"), &cache.default_plan()));
+        drop(memory);
+    }
+}
