@@ -5,16 +5,16 @@
 //! and a direct store makes every multiprocessor's memory traffic wait behind posted writes. The copy engine
 //! reaches the link's rate, and a short burst of the kernel between ring and pages is all the compute sees.
 //!
-//! Pieces go round the ring in order. Streams of this value carry the work and join the caller's stream by
-//! events on both ends:
+//! Pieces go round the ring in order. Copies are on the caller's stream, kernels on one of this value; each piece's
+//! events tie the two:
 //!
 //! ```text
-//! load    caller ─start─► copy in: fill 0 │ fill 1 │ …          store   caller ─start─► kernel: gather 0 │ gather 1 │ …
-//!                         kernel:    └► scatter 0 │ scatter 1 ─► caller              copy out:    └► drain 0 │ drain 1 ─► caller
+//! load    caller ─► copy in: fill 0 │ fill 1 │ … ────┐ goes on    store   caller ─┐  copy out: drain 0 │ drain 1 │ … ─► goes on
+//!                   kernel:    └► scatter 0 │ scatter 1 ┘                  start └► kernel: gather 0 │ gather 1 │ …
 //! ```
 //!
 //! A buffer is filled again when its last use is over, by an event; the host waits for nothing. What fits one
-//! buffer has nothing to overlap with and stays on the caller's stream: two calls instead of seven.
+//! buffer has nothing to overlap with and stays on the caller's stream alone: two calls instead of seven.
 
 mod group;
 mod lanes;
@@ -29,7 +29,7 @@ use maru_driver::{DeviceBuffer, Ticket, Tickets, check};
 use maru_layout::{CopyJob, Direction, Pieces};
 
 use self::group::{Group, groups};
-use self::lanes::{Lanes, Streams, order};
+use self::lanes::{KernelStream, Lanes, order};
 use self::pipeline::Pipeline;
 use crate::launched::Mark;
 use crate::session::Session;
@@ -83,7 +83,7 @@ struct Inner {
     buffer_bytes: u64,
     options: LaunchOptions,
     /// Goes first: waits for the work that uses the rest.
-    streams: Streams,
+    kernels: KernelStream,
     state: Mutex<Ring>,
     /// Owns the events of the ring.
     _events: Tickets,
@@ -122,7 +122,7 @@ impl StagedMover {
         let count = usize::try_from(buffers).unwrap_or(2);
         let bytes = usize::try_from(buffer_bytes * buffers).unwrap_or(usize::MAX);
         let memory = DeviceBuffer::new(context.get(), bytes)?;
-        let streams = Streams::new(context)?;
+        let kernels = KernelStream::new(context)?;
         let events = Tickets::new(context.get(), count + 1);
         let mut ring = Ring { next: 0, buffers: Vec::with_capacity(count), start: events.take_event()? };
         for i in 0..buffers {
@@ -141,7 +141,7 @@ impl StagedMover {
                 kernel,
                 buffer_bytes,
                 options,
-                streams,
+                kernels,
                 state,
                 _events: events,
                 _memory: memory,
@@ -205,7 +205,7 @@ impl StagedMover {
         if let Err(error) = queued {
             // Memory named by the jobs may be reused once this returns.
             // SAFETY: the stream is the caller's promise.
-            if let Err(error) = inner.streams.drain().and(unsafe { synchronize(stream) }) {
+            if let Err(error) = inner.kernels.drain().and(unsafe { synchronize(stream) }) {
                 tracing::error!(%error, "a failed staged transfer could not be waited for");
             }
             return Err(error);
@@ -226,18 +226,18 @@ impl Inner {
         launched: &mut [StagedLaunch],
     ) -> Result<(), KernelError> {
         let groups = groups(steps, self.buffer_bytes);
-        let lanes = if groups.len() > 1 { self.streams.lanes() } else { Lanes::all(stream) };
+        let lanes = if groups.len() > 1 { self.kernels.lanes(stream) } else { Lanes::all(stream) };
         // SAFETY: the stream is this value's or the caller's; the steps hold the jobs.
         let mut session = unsafe { Session::uncaptured(&self.kernel, planes, lanes.kernel, self.options) };
         session.upload(groups.iter().flat_map(Group::sharing))?;
         let start = ring.start;
-        let (kernel, ends) = (&self.kernel, [None, None]);
-        let mut pipeline = Pipeline { kernel, planes, ring, session, lanes, launched, ends };
+        let kernel = &self.kernel;
+        let mut pipeline = Pipeline { kernel, planes, ring, session, lanes, launched, end_of_loads: None };
         let mut begun = [false; 2];
         for (i, group) in groups.iter().enumerate() {
             let (first, _) = lanes.ends(group.direction);
             if !std::mem::replace(&mut begun[usize::from(group.direction == Direction::Gather)], true) {
-                // SAFETY: the stream is the caller's promise; events and streams of this value live as long as it.
+                // SAFETY: the stream is the caller's promise; event and stream of this value live as long as it.
                 unsafe { order(&start, stream, first) }?;
             }
             let after = steps[group.step].after;
@@ -249,11 +249,11 @@ impl Inner {
             // SAFETY: the caller's promises, passed on.
             unsafe { pipeline.push(group, closes) }?;
         }
-        let ends = pipeline.finish()?;
-        if lanes.kernel != stream {
-            // The caller's stream goes on when everything is done.
+        let end_of_loads = pipeline.finish()?;
+        if let Some(end) = end_of_loads.filter(|_| lanes.kernel != stream) {
+            // The caller's stream goes on when everything is done; stores end on it.
             // SAFETY: the stream is the caller's promise.
-            ends.iter().flatten().try_for_each(|end| unsafe { end.order_before(stream) })?;
+            unsafe { end.order_before(stream) }?;
         }
         Ok(())
     }

@@ -21,8 +21,8 @@ pub(super) struct Pipeline<'a> {
     pub(super) lanes: Lanes,
     /// One per step.
     pub(super) launched: &'a mut [StagedLaunch],
-    /// Where loads and stores have come to.
-    pub(super) ends: [Option<Arc<Mark>>; 2],
+    /// Where loads have come to.
+    pub(super) end_of_loads: Option<Arc<Mark>>,
 }
 
 impl<'a> Pipeline<'a> {
@@ -37,10 +37,10 @@ impl<'a> Pipeline<'a> {
         unsafe { self.drain(group, buffer, closes) }
     }
 
-    /// Everything is pushed; where each direction ends.
-    pub(super) fn finish(self) -> Result<[Option<Arc<Mark>>; 2], KernelError> {
+    /// Everything is pushed; where the loads end.
+    pub(super) fn finish(self) -> Result<Option<Arc<Mark>>, KernelError> {
         self.session.finish()?;
-        Ok(self.ends)
+        Ok(self.end_of_loads)
     }
 
     /// Slab → buffer by the copy engine, or pages → buffer by the kernel.
@@ -101,7 +101,9 @@ impl<'a> Pipeline<'a> {
             }
         };
         buffer.free = end.mark().cloned();
-        self.ends[usize::from(group.direction == Direction::Gather)] = end.mark().cloned();
+        if group.direction == Direction::Scatter {
+            self.end_of_loads = end.mark().cloned();
+        }
         if closes || end.reports() {
             parts.push(end);
         }
