@@ -47,6 +47,8 @@ struct Words {
     /// As many 32-bit counters in device memory.
     counters: u64,
     count: usize,
+    /// The last value that a launch was given; the host's alone.
+    issued: *const AtomicU64,
 }
 
 // SAFETY: addresses, whose record its owner alone touches.
@@ -71,8 +73,10 @@ impl Record {
     /// How the next launch tells; to be asked once a launch, before it.
     pub(crate) fn next(&self) -> Option<Told> {
         let words = self.words?;
-        // The first word is written by every launch that tells anything, so that no value comes twice.
-        Some(Told { words, value: words.get(0) + 1 })
+        // SAFETY: as for the record.
+        let issued = unsafe { &*words.issued };
+        // No value comes twice. The last one also stands in the word, which the device wrote: slow to read.
+        Some(Told { words, value: issued.fetch_add(1, Ordering::Relaxed) + 1 })
     }
 }
 
@@ -134,7 +138,7 @@ pub(crate) struct Tickets {
 /// What holds the records. Never shrinks, as the pools.
 #[derive(Debug, Default)]
 struct Memory {
-    held: Vec<PinnedBuffer>,
+    held: Vec<(PinnedBuffer, Box<[AtomicU64]>)>,
     /// Launches' records made so far.
     made: usize,
 }
@@ -173,7 +177,7 @@ impl Tickets {
     }
 
     fn records(&self, count: usize) -> Result<Vec<Record>, DriverError> {
-        let memory = self.zeroed(count * (ERROR + WORD))?;
+        let (memory, issued) = self.zeroed(count * (ERROR + WORD), count)?;
         let mut state = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         let words = |i: usize| {
             let counter = state.made + i;
@@ -183,6 +187,7 @@ impl Tickets {
                 device: 0,
                 counters: self.device.addr() + (counter * COUNTER) as u64,
                 count: 1,
+                issued: &raw const issued[i],
             })
         };
         let records = (0..count).map(|i| Record {
@@ -193,13 +198,13 @@ impl Tickets {
         });
         let records = records.collect();
         state.made += count;
-        state.held.push(memory);
+        state.held.push((memory, issued));
         Ok(records)
     }
 
     /// Made once, for at most [`LAYERED`] loads.
     fn layered_records(&self, count: usize) -> Result<Vec<Record>, DriverError> {
-        let memory = self.zeroed(ERROR + LAYERED * RUNS * WORD)?;
+        let (memory, issued) = self.zeroed(ERROR + LAYERED * RUNS * WORD, LAYERED)?;
         let words = |i: usize| {
             let (word, counter) = (i * RUNS * WORD, (LAYERED * WORD + i * COUNTER) * RUNS);
             let device = self.device.addr() + (TELLING * COUNTER) as u64;
@@ -209,21 +214,22 @@ impl Tickets {
                 device: device + word as u64,
                 counters: device + counter as u64,
                 count: RUNS,
+                issued: &raw const issued[i],
             }
         };
         // Their slots are on the host, so that they report nothing.
         let (host, device) = (memory.host().cast::<PagedCopyError>(), memory.device());
         let record = |i| Record { host, device, words: Some(words(i)), layered: true };
         let records = (0..count.min(LAYERED)).map(record).collect();
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner).held.push(memory);
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner).held.push((memory, issued));
         Ok(records)
     }
 
-    fn zeroed(&self, bytes: usize) -> Result<PinnedBuffer, DriverError> {
+    fn zeroed(&self, bytes: usize, records: usize) -> Result<(PinnedBuffer, Box<[AtomicU64]>), DriverError> {
         let context: &Arc<CudaContext> = self.context.get();
         let memory = PinnedBuffer::new(context, bytes)?;
         // SAFETY: the memory has that length, and nobody else knows it yet.
         unsafe { memory.host().write_bytes(0, memory.len()) };
-        Ok(memory)
+        Ok((memory, (0..records).map(|_| AtomicU64::new(0)).collect()))
     }
 }
