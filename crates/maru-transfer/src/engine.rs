@@ -142,7 +142,8 @@ impl TransferEngine {
 
     /// The same layer by layer: the layers of all slabs in order, the first layer of the cache first. The transfer
     /// then tells of each layer when it is there ([`Transfer::layer_done`], [`Transfer::order_before_layer`]);
-    /// small layers go together, as many as make a launch worth while.
+    /// small layers go together, as many as make a launch worth while. Loads that wait for nothing are one launch where
+    /// the kernel moves them directly, which it does under `auto`.
     ///
     /// `after[l]`, where there is one, is an event that layer `l` waits for besides the stream: that of the forward
     /// pass having written the layer's K and V, for a store that goes along with it. With events every layer is
