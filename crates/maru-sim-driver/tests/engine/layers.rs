@@ -32,7 +32,7 @@ pub(crate) fn tests() -> Vec<Test> {
 const BOTH: [Direction; 2] = [Direction::Gather, Direction::Scatter];
 
 /// Layers of 256 KiB for one slab: each is a step.
-const LARGE: Dims =
+pub(crate) const LARGE: Dims =
     Dims { layers: 3, blocks: 6, block_size: 4, heads: 3, head_size: 1024, dtype: DType::Bf16, pad: 0 };
 
 /// Every way to move, with the words a transfer says.

@@ -11,6 +11,7 @@ mod cases;
 mod layers;
 mod random;
 mod setup;
+mod words;
 
 use cases::{Dims, compare};
 use common::log::warnings;
@@ -44,6 +45,7 @@ fn main() {
     ];
     tests.extend(layers::tests());
     tests.extend(random::tests());
+    tests.extend(words::tests());
     common::main(tests);
 }
 

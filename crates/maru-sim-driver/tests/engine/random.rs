@@ -36,6 +36,7 @@ fn round(session: &Session, seed: u64) {
     session.set("shift", rng.below(2));
     session.set("descending", rng.below(2));
     session.set("delay_us", [0, 0, 20, 80][pick(&mut rng, 4)]);
+    session.set("word_us", [0, 0, 50, 300][pick(&mut rng, 4)]);
     let config = any_config(&mut rng);
     let engine = TransferEngine::open(&config).unwrap();
     let threads = 1 + rng.below(4);
@@ -47,6 +48,7 @@ fn round(session: &Session, seed: u64) {
         }
     });
     session.set("delay_us", 0);
+    session.set("word_us", 0);
 }
 
 /// Calls whose failure a transfer has to report.
@@ -94,6 +96,15 @@ fn any_config(rng: &mut Rng) -> Config {
     t.staging_bytes = [4 * 4096, 4 * 8192, 4 << 16, 4 << 20][pick(rng, 4)];
     t.enable_fused_load = rng.below(4) == 0;
     config
+}
+
+/// Mostly one that waits for no other; now and then a default stream, under any of its names, or one that goes with it.
+fn any_stream(rng: &mut Rng) -> Stream {
+    match rng.below(8) {
+        0 => Stream::new(false),
+        1 => Stream(std::ptr::with_exposed_provenance_mut(pick(rng, 3))),
+        _ => Stream::new(true),
+    }
 }
 
 fn pick(rng: &mut Rng, n: u64) -> usize {
@@ -212,7 +223,7 @@ impl<'a> Worker<'a> {
         let paged = Device::new(pages.len());
         assert!(simulator.poke(paged.addr, &pages));
         let registered = register(engine, &cache, order.name, paged.addr);
-        let streams = (0..1 + rng.below(3)).map(|_| Stream::new(true)).collect();
+        let streams = (0..1 + rng.below(3)).map(|_| any_stream(&mut rng)).collect();
         let what = format!("thread {thread}, {}, {dims:?}, {tokens} tokens, slabs {slabs:?}", order.name);
         Worker {
             simulator,
@@ -333,7 +344,7 @@ impl<'a> Worker<'a> {
         self.follow(&batch.wanted);
         let mut transfer = self.submit(&batch).unwrap_or_else(|e| panic!("{e}: {}", self.what));
         self.what.push_str(transfer.strategy());
-        match if self.patient { 9 } else { self.rng.below(5) } {
+        match if self.patient { 9 } else { self.rng.below(6) } {
             0 => assert_eq!(transfer.wait().is_err(), batch.bad, "{}", self.what),
             1 => drop(transfer),
             2 => {
@@ -342,7 +353,19 @@ impl<'a> Worker<'a> {
                 assert!(batch.bad || outcome.is_ok(), "{outcome:?}: {}", self.what);
                 // A transfer that does not move the layer waits for nothing.
                 if !self.overlapping && batch.wanted.iter().any(|w| w.moves(layer)) {
-                    self.layer_is_there(layer);
+                    self.layer_is_there(layer, &self.paged.read_with(self.simulator));
+                }
+                self.flights.push((transfer, batch.bad));
+            }
+            // Another stream waits for a layer, and sees it.
+            3 => {
+                let layer = self.rng.below(self.cache.reference.layers);
+                let (reader, seen) = (Stream::new(true), Device::new(self.paged.len));
+                transfer.order_before_layer(on(&reader), u32::try_from(layer).unwrap()).unwrap();
+                ok!(cuMemcpyDtoDAsync_v2(seen.addr, self.paged.addr, seen.len, reader.0));
+                reader.wait();
+                if !self.overlapping && batch.wanted.iter().any(|w| w.moves(layer)) {
+                    self.layer_is_there(layer, &seen.read_with(self.simulator));
                 }
                 self.flights.push((transfer, batch.bad));
             }
@@ -531,9 +554,8 @@ impl<'a> Worker<'a> {
     }
 
     /// What is known to be over is there, on both sides.
-    fn layer_is_there(&self, layer: u64) {
+    fn layer_is_there(&self, layer: u64, found: &[u8]) {
         let r = &self.cache.reference;
-        let found = self.paged.read_with(self.simulator);
         for kv in 0..r.planes {
             for slot in 0..self.cache.layout.num_slots() {
                 for byte in 0..r.row_bytes() {
