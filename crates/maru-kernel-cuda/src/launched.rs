@@ -62,7 +62,7 @@ impl Mark {
 
     /// Whether it is known to be reached. Asks no driver.
     pub(crate) fn is_known_over(&self) -> bool {
-        self.over.load(Ordering::Relaxed) || self.has_told(self.runs.saturating_sub(1))
+        self.over.load(Ordering::Acquire) || self.has_told(self.runs.saturating_sub(1))
     }
 
     /// Whether the launch has told that a run is there.
@@ -79,7 +79,7 @@ impl Mark {
         // Not only for launches that tell nothing: a failed one never tells.
         // SAFETY: the pool lives as long as the kernel, which this value keeps alive.
         let over = unsafe { self.ticket.is_complete() }?;
-        self.over.fetch_or(over, Ordering::Relaxed);
+        self.over.fetch_or(over, Ordering::Release);
         Ok(over)
     }
 
@@ -105,7 +105,7 @@ impl Mark {
         let _current = self.kernel.context.enter()?;
         // SAFETY: as above.
         unsafe { self.ticket.wait() }?;
-        self.over.store(true, Ordering::Relaxed);
+        self.over.store(true, Ordering::Release);
         Ok(())
     }
 
