@@ -5,6 +5,7 @@
 
 thread_local HostIndex gridDim, blockDim, blockIdx, threadIdx;
 thread_local unsigned long long host_misaligned, host_accesses;
+thread_local bool host_grouped;
 
 namespace {
 
@@ -13,6 +14,7 @@ template <class Run>
 void for_each_thread(unsigned int blocks, unsigned int threads, bool descending, Run run) {
     gridDim = {blocks, 1, 1};
     blockDim = {threads, 1, 1};
+    host_grouped = !descending;
     for (unsigned int b = 0; b < blocks; ++b) {
         for (unsigned int t = 0; t < threads; ++t) {
             blockIdx = {descending ? blocks - 1 - b : b, 0, 0};

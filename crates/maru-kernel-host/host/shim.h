@@ -64,12 +64,14 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-// Threads run one after the other: each is its own warp and block.
-#define MARU_LANE 0u
-#define MARU_LAST_OF_WARP true
-#define MARU_WARPS (gridDim.x * blockDim.x)
-#define MARU_FIRST_OF_BLOCK true
-#define MARU_BLOCKS (gridDim.x * blockDim.x)
+// Threads run one after the other. In descending order each is its own warp and block; in ascending order they are
+// grouped as on a device, where those that count arrivals must be as many as are waited for.
+extern thread_local bool host_grouped;
+#define MARU_LANE (host_grouped ? threadIdx.x % 32 : 0u)
+#define MARU_LAST_OF_WARP (!host_grouped || threadIdx.x % 32 == 31)
+#define MARU_WARPS (gridDim.x * (host_grouped ? blockDim.x / 32 : blockDim.x))
+#define MARU_FIRST_OF_BLOCK (!host_grouped || threadIdx.x == 0)
+#define MARU_BLOCKS (gridDim.x * (host_grouped ? 1 : blockDim.x))
 inline void __syncthreads() {}
 inline void __syncwarp() {}
 

@@ -2,7 +2,7 @@
 //! that drives it on a device. A machine without a GPU tests the real address arithmetic this way.
 //!
 //! Only qualifiers, thread indices and intrinsics are replaced (`host/shim.h`). Threads run one after the
-//! other, in ascending or descending order.
+//! other: in ascending order, in warps and blocks as on a device, or in descending order, each on its own.
 
 use maru_kernel_cuda::KernelError;
 use maru_kernel_cuda::abi::{PagedCopyArgs, PagedCopyError, PagedCopyInlineArgs, RUNS};
@@ -40,6 +40,8 @@ pub struct Ran {
     pub accesses: u64,
     /// Accesses that a device would have refused for their alignment.
     pub misaligned: u64,
+    /// Launches that did not tell that they were over, or left their counter at another value than 0.
+    pub untold: u64,
     /// What the kernel reported.
     pub error: PagedCopyError,
 }
@@ -72,16 +74,22 @@ pub unsafe fn run(job: &CopyJob, options: Options) -> Result<Ran, KernelError> {
             for (piece, slots) in launch.inline_pieces(slots) {
                 let mut args = PagedCopyInlineArgs { copy: piece.args, slots: [0; _] };
                 args.slots[..slots.len()].copy_from_slice(slots);
+                let mut told = Told::default();
+                told.by(&mut args.copy);
                 // SAFETY: the caller's promise; the entry takes these arguments.
                 unsafe { start(&piece, &args, options.descending, &mut ran) };
+                told.count(&mut ran);
             }
         } else {
             if let SlotSource::Uploaded { .. } = source {
                 launch.args.slots = slots.as_ptr() as u64;
             }
-            let args: PagedCopyArgs = launch.args;
+            let mut args: PagedCopyArgs = launch.args;
+            let mut told = Told::default();
+            told.by(&mut args);
             // SAFETY: as above.
             unsafe { start(&launch, &args, options.descending, &mut ran) };
+            told.count(&mut ran);
         }
     }
     // The kernel wrote it through its address.
@@ -105,9 +113,39 @@ pub unsafe fn run_batch(jobs: &[CopyJob], options: Options, ran: &mut Ran) -> us
         batch.set_slots(i, list.as_ptr() as u64);
     }
     let shape = (batch.entry.index(), batch.blocks, batch.threads);
+    let mut told = Told::default();
+    told.by(&mut batch.args.copy);
     // SAFETY: the caller's promise; the entry takes these arguments.
     unsafe { start_entry(shape, &batch.args, options.descending, ran) };
+    told.count(ran);
     batch.jobs
+}
+
+/// What a launch tells when it is over.
+#[derive(Default)]
+struct Told {
+    counter: u32,
+    word: u64,
+}
+
+impl Told {
+    const VALUE: u64 = 5;
+
+    /// Lets a launch tell; this value stays where it is until it has run.
+    fn by(&mut self, args: &mut PagedCopyArgs) {
+        args.counters = std::ptr::from_mut(&mut self.counter) as u64;
+        args.seen = std::ptr::from_mut(&mut self.word) as u64;
+        args.value = Self::VALUE;
+    }
+
+    fn count(&self, ran: &mut Ran) {
+        // The kernel wrote them through their addresses.
+        // SAFETY: a field of this value.
+        let counter = unsafe { std::ptr::from_ref(&self.counter).read_volatile() };
+        // SAFETY: as above.
+        let word = unsafe { std::ptr::from_ref(&self.word).read_volatile() };
+        ran.untold += u64::from((counter, word) != (0, Self::VALUE));
+    }
 }
 
 /// Whom a launch in the order of its layers told, and what it left.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use libtest_mimic::{Failed, Trial};
 use maru_kernel_cuda::geometry::Limits;
-use maru_kernel_host::{Layers, Options, Ran, run_batch, run_layers};
-use maru_layout::{CopyJob, CopyPlan, DType, Direction, SlotMapping};
+use maru_kernel_host::{Layers, Options, Ran, run, run_batch, run_layers};
+use maru_layout::{CopyJob, CopyPlan, DType, Direction, JobRequest, SlabSpan, SlotMapping};
 
 use crate::cases::{Cache, Dims, ORDERS, Rng, compare, job, random_slots};
 use crate::memory::Guarded;
@@ -21,6 +21,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     let layers = |order| Trial::test(format!("layers::{}", order_name(order)), move || every_layer(order));
     trials.extend(ORDERS.iter().map(layers));
     trials.push(Trial::test("batch::what_cannot_share_a_launch", refused));
+    trials.push(Trial::test("layers::random_ranges", random_ranges));
     trials.push(Trial::test("layers::what_cannot_share_a_launch", refused_by_layer));
     trials
 }
@@ -90,7 +91,7 @@ fn every_slab(order: &crate::cases::Order) -> Result<(), Failed> {
             let mut ran = Ran::default();
             // SAFETY: the set-up's memory, as large as its plan says.
             let taken = unsafe { run_batch(&jobs, options, &mut ran) };
-            if (taken, ran.launches, ran.misaligned) != (n, 1, 0) {
+            if (taken, ran.launches, ran.misaligned, ran.untold) != (n, 1, 0, 0) {
                 return Err(format!("{taken} of {n} jobs, {ran:?}").into());
             }
             setup.check(direction, skip, n)?;
@@ -124,6 +125,98 @@ fn every_layer(order: &crate::cases::Order) -> Result<(), Failed> {
                 return Err(format!("counters are left at {counters:?}").into());
             }
             setup.check(Direction::Scatter, skip, n)?;
+        }
+    }
+    Ok(())
+}
+
+/// Some layers of a cache in runs of any length, by several blocks that go round more than once: the pages are those of
+/// one transfer after the other, every run told once, and the runs are those that end before a layer that the length
+/// divides.
+fn random_ranges() -> Result<(), Failed> {
+    for seed in 0..150 {
+        let mut rng = Rng::new(seed);
+        let order = &ORDERS[usize::try_from(rng.below(ORDERS.len() as u64)).unwrap()];
+        let most = if order.name == "opaque_blocks" { 2 } else { 6 };
+        let layers = 1 + rng.below(9);
+        let (first, n) = (rng.below(layers), 1 + rng.below(most));
+        let count = 1 + rng.below(layers - first);
+        let per_run =
+            if rng.below(8) == 0 { u32::MAX } else { u32::try_from(1 + rng.below(layers + 1)).unwrap() };
+        let dims = Dims {
+            layers,
+            blocks: 12,
+            block_size: 4,
+            heads: 2,
+            head_size: [8, 64, 512][usize::try_from(rng.below(3)).unwrap()],
+            dtype: DType::Bf16,
+            pad: 8,
+        };
+        let options = Options {
+            limits: Limits::blocks(u32::try_from(1 + rng.below(4)).unwrap()),
+            upload: None,
+            descending: rng.below(3) == 0,
+        };
+        let skip = rng.below(6);
+        let what = format!(
+            "seed {seed}: {} {dims:?} {n} slabs, {first} + {count}, {per_run}, {options:?}",
+            order.name
+        );
+        let cache = Cache::new(order, dims).map_err(text)?;
+        let bytes = cache.slab_bytes(TOKENS);
+        let tokens = usize::try_from(n * TOKENS).unwrap();
+        let slots = random_slots(&mut rng, cache.layout.num_slots(), tokens, tokens / 4);
+        let before = rng.bytes(usize::try_from(cache.bytes).unwrap());
+        let mut slabs = Guarded::new(&rng.bytes(bytes * usize::try_from(n).unwrap()), 0);
+        let mut outcomes = Vec::new();
+        for together in [true, false] {
+            let mut pages = Guarded::new(&before, 0);
+            let plan = cache.plan(pages.addr(), TOKENS).map_err(text)?;
+            let start = slabs.addr();
+            let job = |(i, list): (u64, &[i64])| {
+                let addr = Some(start + i * bytes as u64);
+                let request = JobRequest {
+                    direction: Direction::Scatter,
+                    slab: SlabSpan { host: addr, device: addr, len: plan.slab().bytes() },
+                    slots: SlotMapping::from_slots(list),
+                    skip_tokens: skip,
+                    partial: true,
+                    layers: Some((u32::try_from(first).unwrap(), u32::try_from(count).unwrap())),
+                };
+                CopyJob::new(plan.clone(), request).unwrap()
+            };
+            let lists = slots.chunks(usize::try_from(TOKENS).unwrap());
+            let mut jobs: Vec<CopyJob> = (0u64..).zip(lists).map(job).collect();
+            jobs.retain(|job| !job.is_empty());
+            if jobs.is_empty() {
+                continue;
+            }
+            if together {
+                // SAFETY: the memory of this function, as large as its plan says.
+                let told = unsafe { run_layers(&jobs, per_run, 7, options, &mut Ran::default()) };
+                let Layers { runs, words, counters } =
+                    told.ok_or_else(|| format!("not one launch: {what}"))?;
+                let per_run = u64::from(per_run);
+                let ends = (first..first + count).filter(|l| *l == first || l % per_run == 0).count();
+                let all = |words: &Vec<u64>| {
+                    words.iter().enumerate().all(|(i, word)| *word == if i < ends { 7 } else { 0 })
+                };
+                if runs != ends || !words.iter().all(all) || counters.iter().any(|c| *c != 0) {
+                    return Err(format!("{runs} runs for {ends}: {what}").into());
+                }
+            } else {
+                for job in &jobs {
+                    // SAFETY: as above.
+                    let ran = unsafe { run(job, options) }.map_err(text)?;
+                    if ran.untold != 0 {
+                        return Err(format!("{} launches told nothing: {what}", ran.untold).into());
+                    }
+                }
+            }
+            outcomes.push(pages.check("cache")?);
+        }
+        if let [by_layer, one_by_one] = &outcomes[..] {
+            compare(&what, by_layer, one_by_one)?;
         }
     }
     Ok(())

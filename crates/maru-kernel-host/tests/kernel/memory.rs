@@ -106,6 +106,12 @@ impl Case<'_> {
                 ran.misaligned, ran.accesses
             ));
         }
+        if ran.untold != 0 {
+            return Err(format!(
+                "{} of {} launches did not tell that they were over",
+                ran.untold, ran.launches
+            ));
+        }
         let moved = self.slots.iter().skip(usize::try_from(self.skip).unwrap());
         let good = moved.filter(|s| (0..self.cache.layout.num_slots() as i64).contains(*s)).count() as u64;
         let r = &self.cache.reference;
