@@ -204,18 +204,13 @@ impl<'a> Session<'a> {
         let limits = self.options.limits();
         let planned = LayersLaunch::new(jobs, self.planes.addr(), limits, layers_per_run);
         let Some(mut layers) = planned.filter(|_| !self.capturing) else { return Ok(None) };
-        let lists = jobs.iter().map(|job| layers.slots(job));
-        if !self.lists.upload(lists)? {
-            return Ok(None);
-        }
-        for (i, job) in jobs.iter().enumerate() {
-            let Some(addr) = self.lists.addr(layers.slots(job)) else { return Ok(None) };
-            layers.set_slots(i, addr);
-        }
+        // Before the slots, whose buffers would be taken in vain.
         let Some(ticket) = kernel.tickets.take_layered()? else { return Ok(None) };
-        let Some(told) = ticket.payload.next() else {
+        let uploaded = self.upload_layers(&mut layers, jobs);
+        let told = uploaded.as_ref().is_ok_and(|there| *there).then(|| ticket.payload.next()).flatten();
+        let Some(told) = told else {
             kernel.tickets.give_back(ticket, true);
-            return Ok(None);
+            return uploaded.map(|_| None);
         };
         told.by(&mut layers.args.batch.copy);
         layers.args.words = told.device();
@@ -228,6 +223,18 @@ impl<'a> Session<'a> {
         let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
         let state = State::Queued { mark, reports: false };
         Ok(Some(Launched::new(kernel, self.planes, state, num_slots)))
+    }
+
+    /// Puts the slots of all jobs where their launch reads them; false if there is no room now.
+    fn upload_layers(&mut self, layers: &mut LayersLaunch, jobs: &[CopyJob]) -> Result<bool, KernelError> {
+        if !self.lists.upload(jobs.iter().map(|job| layers.slots(job)))? {
+            return Ok(false);
+        }
+        for (i, job) in jobs.iter().enumerate() {
+            let Some(addr) = self.lists.addr(layers.slots(job)) else { return Ok(false) };
+            layers.set_slots(i, addr);
+        }
+        Ok(true)
     }
 
     /// Queues every launch of a job. `told`: how the last of them tells that it is over.

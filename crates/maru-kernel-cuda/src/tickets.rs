@@ -138,7 +138,8 @@ pub(crate) struct Tickets {
 /// What holds the records. Never shrinks, as the pools.
 #[derive(Debug, Default)]
 struct Memory {
-    held: Vec<(PinnedBuffer, Box<[AtomicU64]>)>,
+    /// Vectors, not boxes: records point into them, and a box that moves claims what it holds for itself.
+    held: Vec<(PinnedBuffer, Vec<AtomicU64>)>,
     /// Launches' records made so far.
     made: usize,
 }
@@ -225,7 +226,7 @@ impl Tickets {
         Ok(records)
     }
 
-    fn zeroed(&self, bytes: usize, records: usize) -> Result<(PinnedBuffer, Box<[AtomicU64]>), DriverError> {
+    fn zeroed(&self, bytes: usize, records: usize) -> Result<(PinnedBuffer, Vec<AtomicU64>), DriverError> {
         let context: &Arc<CudaContext> = self.context.get();
         let memory = PinnedBuffer::new(context, bytes)?;
         // SAFETY: the memory has that length, and nobody else knows it yet.
