@@ -163,7 +163,9 @@ __device__ __forceinline__ void pass(Layers &layers, maru_u32 next) {
     __syncwarp();
     do {
         if (MARU_LAST_OF_WARP && last_to_arrive<false>(args.counters + 4 * layers.run, MARU_WARPS)) {
-            maru_publish(layers.args.words + 8 * layers.run, args.value);
+            // Streams wait for the last run by the event of the launch. Whoever sees its word may let another launch
+            // tell by the same words, which this one must be done with.
+            if (layers.run + 1 < layers.args.runs) maru_publish(layers.args.words + 8 * layers.run, args.value);
             maru_publish(args.seen + 8 * layers.run, args.value);
         }
         layers.run += 1;

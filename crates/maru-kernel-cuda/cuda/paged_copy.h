@@ -95,7 +95,7 @@ struct PagedCopyBatchArgs {
 };
 
 // A batch in the order of its layers: layer, slab, plane of the layer, token, byte. Its layers are told of in runs:
-// word r of `words` and of `seen` becomes `value` when run r is there, by counter r.
+// word r of `seen` becomes `value` when run r is there, by counter r; so does word r of `words`, the last run's excepted.
 struct PagedCopyLayersArgs {
     PagedCopyBatchArgs batch;  // but `planes` are those of one layer of all slabs
     maru_u64 words;            // 64-bit words in device memory

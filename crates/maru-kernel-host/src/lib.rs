@@ -153,7 +153,7 @@ impl Told {
 pub struct Layers {
     /// Runs of layers.
     pub runs: usize,
-    /// Words for the device, then words for the host.
+    /// Words for the device, which is not told of the last run, then words for the host.
     pub words: [Vec<u64>; 2],
     /// Counters, which count from 0 again.
     pub counters: Vec<u32>,
