@@ -90,7 +90,7 @@ impl NativeBackend {
     }
 
     /// How a batch is to be moved, if it can be. Under `auto` what waits for events goes directly: all transfers
-    /// share the ring's streams, and would wait along.
+    /// share the ring's stream of kernels, and would wait along.
     fn choose(&self, steps: &[Step<'_>]) -> Choice {
         let Some(calibration) = &self.calibration else { return Choice::Staged };
         if steps.iter().any(|step| step.after.is_some()) {
@@ -99,8 +99,8 @@ impl NativeBackend {
         calibration.choose_batch(steps.iter().flat_map(|step| step.jobs))
     }
 
-    /// The pieces of every job, if this batch is to be staged and can be. The ring's streams do not wait for each
-    /// other, so a batch of stores and loads, where one may read what another wrote, goes directly, in order.
+    /// The pieces of every job, if this batch is to be staged and can be. A batch of stores and loads,
+    /// where one may read what another wrote, goes directly: there its order is that of one stream.
     fn pieces(
         &self,
         steps: &[Step<'_>],
