@@ -62,7 +62,12 @@ impl Mark {
 
     /// Whether it is known to be reached. Asks no driver.
     pub(crate) fn is_known_over(&self) -> bool {
-        self.over.load(Ordering::Acquire) || self.has_told(self.runs.saturating_sub(1))
+        self.over.load(Ordering::Acquire) || self.has_told(self.last_run())
+    }
+
+    /// The run with which all of it is there.
+    fn last_run(&self) -> usize {
+        self.runs.saturating_sub(1)
     }
 
     /// Whether the launch has told that a run is there.
@@ -95,7 +100,7 @@ impl Mark {
         if self.is_known_over() {
             return Ok(());
         }
-        if run + 1 < self.runs {
+        if run < self.last_run() {
             // The event is that of the last run.
             while !self.is_there(run)? {
                 std::thread::yield_now();
@@ -120,7 +125,7 @@ impl Mark {
         }
         let _current = self.kernel.context.enter()?;
         if let (Some(told), Some(waits)) = (self.told, self.kernel.word_waits)
-            && run + 1 < self.runs
+            && run < self.last_run()
             // In a graph the wait would be for a value that was reached long ago.
             // SAFETY: the stream is the caller's promise.
             && !unsafe { is_capturing(stream) }?
@@ -183,7 +188,7 @@ impl Launched {
     /// [`KernelError::SlotOutOfRange`] once it is over and a slot in device memory was bad.
     pub fn is_complete(&self) -> Result<bool, KernelError> {
         let State::Queued { mark, .. } = &self.state else { return Ok(true) };
-        if !mark.is_there(mark.runs.saturating_sub(1))? {
+        if !mark.is_there(mark.last_run())? {
             return Ok(false);
         }
         self.outcome().map(|()| true)
@@ -195,7 +200,7 @@ impl Launched {
     /// As [`Launched::is_complete`].
     pub fn wait(&self) -> Result<(), KernelError> {
         let State::Queued { mark, .. } = &self.state else { return Ok(()) };
-        mark.wait(mark.runs.saturating_sub(1))?;
+        mark.wait(mark.last_run())?;
         self.outcome()
     }
 

@@ -169,26 +169,14 @@ impl<'a> Session<'a> {
         mut batch: BatchLaunch,
         jobs: &[CopyJob],
     ) -> Result<Option<Launched>, KernelError> {
-        let lists = jobs.iter().map(|job| batch.slots(job));
-        if !self.lists.upload(lists)? {
+        if !self.upload_slots(&mut batch, jobs)? {
             return Ok(None);
         }
-        for (i, job) in jobs.iter().enumerate() {
-            let Some(addr) = self.lists.addr(batch.slots(job)) else { return Ok(None) };
-            batch.set_slots(i, addr);
-        }
-        let kernel = &self.kernel.inner;
-        let ticket = kernel.tickets.take()?;
+        let ticket = self.kernel.inner.tickets.take()?;
         let told = ticket.payload.next();
         told.inspect(|told| told.by(&mut batch.args.copy));
-        let shape = (batch.entry, batch.blocks, batch.threads);
-        // SAFETY: the arguments come from checked jobs and uploaded lists; their memory is the caller's promise.
-        let started = unsafe { kernel.start_entry(shape, &batch.args, self.stream) };
-        // SAFETY: the stream is live.
-        let mark = unsafe { self.kernel.mark(started, ticket, (told, 1), self.stream) }?;
-        let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
-        let state = State::Queued { mark, reports: false };
-        Ok(Some(Launched::new(kernel, self.planes, state, num_slots)))
+        // SAFETY: the caller's promises, passed on.
+        unsafe { self.launch(&batch, &batch.args, ticket, (told, 1), jobs) }.map(Some)
     }
 
     /// One launch for all jobs in the order of their layers, telling of each run of them; `None` if that cannot be.
@@ -206,35 +194,52 @@ impl<'a> Session<'a> {
         let Some(mut layers) = planned.filter(|_| !self.capturing) else { return Ok(None) };
         // Before the slots, whose buffers would be taken in vain.
         let Some(ticket) = kernel.tickets.take_layered()? else { return Ok(None) };
-        let uploaded = self.upload_layers(&mut layers, jobs);
+        let uploaded = self.upload_slots(&mut layers.batch, jobs);
         let told = uploaded.as_ref().is_ok_and(|there| *there).then(|| ticket.payload.next()).flatten();
         let Some(told) = told else {
             kernel.tickets.give_back(ticket, true);
             return uploaded.map(|_| None);
         };
-        told.by(&mut layers.args.batch.copy);
-        layers.args.words = told.device();
-        let shape = (layers.entry, layers.blocks, layers.threads);
-        // SAFETY: the arguments come from checked jobs and uploaded lists; their memory is the caller's promise.
-        let started = unsafe { kernel.start_entry(shape, &layers.args, self.stream) };
-        let runs = layers.args.runs as usize;
-        // SAFETY: the stream is live.
-        let mark = unsafe { self.kernel.mark(started, ticket, (Some(told), runs), self.stream) }?;
-        let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
-        let state = State::Queued { mark, reports: false };
-        Ok(Some(Launched::new(kernel, self.planes, state, num_slots)))
+        told.by(&mut layers.batch.args.copy);
+        let (args, runs) = (layers.args(told.device()), layers.runs as usize);
+        // SAFETY: the caller's promises, passed on.
+        unsafe { self.launch(&layers.batch, &args, ticket, (Some(told), runs), jobs) }.map(Some)
     }
 
-    /// Puts the slots of all jobs where their launch reads them; false if there is no room now.
-    fn upload_layers(&mut self, layers: &mut LayersLaunch, jobs: &[CopyJob]) -> Result<bool, KernelError> {
-        if !self.lists.upload(jobs.iter().map(|job| layers.slots(job)))? {
+    /// Puts the slots of jobs where their launch reads them; false if there is no room now.
+    fn upload_slots(&mut self, batch: &mut BatchLaunch, jobs: &[CopyJob]) -> Result<bool, KernelError> {
+        if !self.lists.upload(jobs.iter().map(|job| batch.slots(job)))? {
             return Ok(false);
         }
         for (i, job) in jobs.iter().enumerate() {
-            let Some(addr) = self.lists.addr(layers.slots(job)) else { return Ok(false) };
-            layers.set_slots(i, addr);
+            let Some(addr) = self.lists.addr(batch.slots(job)) else { return Ok(false) };
+            batch.set_slots(i, addr);
         }
         Ok(true)
+    }
+
+    /// Launches jobs together, telling of so many runs.
+    ///
+    /// # Safety
+    /// As [`Session::put_many`]; the arguments are those of the launch's entry, made of these jobs and their uploaded
+    /// slots.
+    unsafe fn launch<T>(
+        &self,
+        batch: &BatchLaunch,
+        args: &T,
+        ticket: Ticket,
+        told: (Option<Told>, usize),
+        jobs: &[CopyJob],
+    ) -> Result<Launched, KernelError> {
+        let kernel = &self.kernel.inner;
+        let shape = (batch.entry, batch.blocks, batch.threads);
+        // SAFETY: the caller's promise.
+        let started = unsafe { kernel.start_entry(shape, args, self.stream) };
+        // SAFETY: the stream is live.
+        let mark = unsafe { self.kernel.mark(started, ticket, told, self.stream) }?;
+        let num_slots = jobs.first().map_or(0, |job| job.plan().geometry().num_slots);
+        let state = State::Queued { mark, reports: false };
+        Ok(Launched::new(kernel, self.planes, state, num_slots))
     }
 
     /// Queues every launch of a job. `told`: how the last of them tells that it is over.
@@ -293,8 +298,8 @@ impl<'a> Session<'a> {
 }
 
 impl PagedCopyKernel {
-    /// Marks the end of what was queued on a stream, the last launch of which tells of so many runs. If something failed, waits for what is there, so that its
-    /// memory may be reused once the error is returned.
+    /// Marks the end of what was queued on a stream, the last launch of which tells of so many runs. If something
+    /// failed, waits for what is there, so that its memory may be reused once the error is returned.
     ///
     /// # Safety
     /// A live stream; the context is current.

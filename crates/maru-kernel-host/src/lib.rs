@@ -107,11 +107,7 @@ pub unsafe fn run_batch(jobs: &[CopyJob], options: Options, ran: &mut Ran) -> us
     let planes = first.plan().bases().as_ptr() as u64;
     let capacity = options.upload.unwrap_or(16 * 1024);
     let Some(mut batch) = BatchLaunch::new(jobs, planes, options.limits, capacity) else { return 0 };
-    // Copies, as on a device, so that a read beyond a list is one beyond an allocation.
-    let lists: Vec<Vec<i64>> = jobs[..batch.jobs].iter().map(|job| batch.slots(job).to_vec()).collect();
-    for (i, list) in lists.iter().enumerate() {
-        batch.set_slots(i, list.as_ptr() as u64);
-    }
+    let _lists = upload_slots(&mut batch, jobs);
     let shape = (batch.entry.index(), batch.blocks, batch.threads);
     let mut told = Told::default();
     told.by(&mut batch.args.copy);
@@ -119,6 +115,16 @@ pub unsafe fn run_batch(jobs: &[CopyJob], options: Options, ran: &mut Ran) -> us
     unsafe { start_entry(shape, &batch.args, options.descending, ran) };
     told.count(ran);
     batch.jobs
+}
+
+/// Puts the slots of the jobs that share a launch where it reads them: into copies, as on a device, so that a read beyond
+/// a list is one beyond an allocation. They stay where they are until it has run.
+fn upload_slots(batch: &mut BatchLaunch, jobs: &[CopyJob]) -> Vec<Vec<i64>> {
+    let lists: Vec<Vec<i64>> = jobs[..batch.jobs].iter().map(|job| batch.slots(job).to_vec()).collect();
+    for (i, list) in lists.iter().enumerate() {
+        batch.set_slots(i, list.as_ptr() as u64);
+    }
+    lists
 }
 
 /// What a launch tells when it is over.
@@ -173,20 +179,17 @@ pub unsafe fn run_layers(
 ) -> Option<Layers> {
     let planes = jobs.first()?.plan().bases().as_ptr() as u64;
     let mut launch = LayersLaunch::new(jobs, planes, options.limits, layers_per_run)?;
-    let lists: Vec<Vec<i64>> = jobs.iter().map(|job| launch.slots(job).to_vec()).collect();
-    for (i, list) in lists.iter().enumerate() {
-        launch.set_slots(i, list.as_ptr() as u64);
-    }
-    let runs = launch.args.runs as usize;
+    let _lists = upload_slots(&mut launch.batch, jobs);
+    let runs = launch.runs as usize;
     let mut told = Layers { runs, words: [vec![0; RUNS], vec![0; RUNS]], counters: vec![0; RUNS] };
-    let copy = &mut launch.args.batch.copy;
+    let copy = &mut launch.batch.args.copy;
     copy.counters = told.counters.as_mut_ptr() as u64;
     copy.seen = told.words[1].as_mut_ptr() as u64;
     copy.value = value;
-    launch.args.words = told.words[0].as_mut_ptr() as u64;
-    let shape = (launch.entry.index(), launch.blocks, launch.threads);
+    let args = launch.args(told.words[0].as_mut_ptr() as u64);
+    let shape = (launch.batch.entry.index(), launch.batch.blocks, launch.batch.threads);
     // SAFETY: the caller's promise; the entry takes these arguments, and the words live until it has run.
-    unsafe { start_entry(shape, &launch.args, options.descending, ran) };
+    unsafe { start_entry(shape, &args, options.descending, ran) };
     Some(told)
 }
 

@@ -11,7 +11,7 @@ use crate::abi::{BATCH_SLABS, Entry, PagedCopyBatchArgs, PagedCopySlab};
 /// One launch for the first jobs of a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchLaunch {
-    /// Jobs it takes, two or more.
+    /// Jobs it takes.
     pub jobs: usize,
     /// Slots of each job, from [`BatchLaunch::first_token`] on.
     pub tokens: u32,

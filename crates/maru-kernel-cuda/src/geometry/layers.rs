@@ -1,24 +1,21 @@
 //! Loads in the order of their layers, in one launch.
 
-use maru_layout::{CopyJob, Direction, JobSlots};
+use maru_layout::{CopyJob, Direction};
 
-use super::batch::{alike, overlap, slabs, whole};
-use super::{Limits, MAX_UNITS, division, narrow, window};
+use super::batch::{BatchLaunch, alike, overlap, slabs, whole};
+use super::{Limits, MAX_UNITS, division, narrow};
 use crate::abi::{BATCH_SLABS, Entry, PagedCopyBatchArgs, PagedCopyLayersArgs, RUNS};
 
 /// One launch for all jobs of a list, which tells of its layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayersLaunch {
-    /// First token moved.
-    pub first_token: u64,
-    /// Which kernel.
-    pub entry: Entry,
-    /// Thread blocks.
-    pub blocks: u32,
-    /// Threads of a block.
-    pub threads: u32,
-    /// Its arguments; `slots` of the slabs, and whom it tells, is left 0.
-    pub args: PagedCopyLayersArgs,
+    /// What is launched, but for the order of its layers; whom it tells is left 0.
+    pub batch: BatchLaunch,
+    /// Runs of layers.
+    pub runs: u32,
+    first_units: u32,
+    run_units: u32,
+    pair: u32,
 }
 
 impl LayersLaunch {
@@ -51,32 +48,26 @@ impl LayersLaunch {
         copy.slab = 0;
         let slabs = slabs(jobs, &launch)?;
         Some(LayersLaunch {
-            first_token: launch.first_token,
-            entry: Entry::layers(),
-            blocks,
-            threads,
-            args: PagedCopyLayersArgs {
-                batch: PagedCopyBatchArgs { copy, planes, planes_magic, planes_shift, unused: 0, slabs },
-                words: 0,
-                runs,
-                // No more than the copy has accesses.
-                first_units: first_run * layer_units,
-                run_units: layers_per_run.min(copy.layers) * layer_units,
-                pair: kv_planes - 1,
+            batch: BatchLaunch {
+                jobs: jobs.len(),
+                tokens: copy.tokens,
+                first_token: launch.first_token,
+                entry: Entry::layers(),
+                blocks,
+                threads,
+                args: PagedCopyBatchArgs { copy, planes, planes_magic, planes_shift, unused: 0, slabs },
             },
+            runs,
+            // No more than the copy has accesses.
+            first_units: first_run * layer_units,
+            run_units: layers_per_run.min(copy.layers) * layer_units,
+            pair: kv_planes - 1,
         })
     }
 
-    /// Says where the slots of a job are.
-    pub fn set_slots(&mut self, job: usize, addr: u64) {
-        if let Some(slab) = self.args.batch.slabs.get_mut(job) {
-            slab.slots = addr;
-        }
-    }
-
-    /// The slots a job brings.
-    pub fn slots<'a>(&self, job: &'a CopyJob) -> &'a [i64] {
-        let JobSlots::Host { slots, .. } = job.slots() else { return &[] };
-        window(slots, self.first_token, self.args.batch.copy.tokens)
+    /// The arguments, with the words in device memory that it tells.
+    pub fn args(&self, words: u64) -> PagedCopyLayersArgs {
+        let LayersLaunch { batch, runs, first_units, run_units, pair } = *self;
+        PagedCopyLayersArgs { batch: batch.args, words, runs, first_units, run_units, pair }
     }
 }
