@@ -41,6 +41,26 @@ pub(crate) fn main(tests: Vec<Test>) {
     libtest_mimic::run(&arguments, trials).exit();
 }
 
+/// Lets each call of a driver function that `run` makes fail in turn (not supported, 801), until it makes no such call any
+/// more, and looks at the outcomes.
+pub(crate) fn each_failing_call<E: std::fmt::Debug>(
+    session: &Session,
+    function: &str,
+    run: impl Fn() -> Result<(), E>,
+    look: impl Fn(u64, Result<(), E>),
+) {
+    for nth in 1.. {
+        session.fail(function, nth, 801);
+        let outcome = run();
+        let reached = session.faults_left() == 0;
+        session.clear_faults();
+        if !reached {
+            return outcome.unwrap();
+        }
+        look(nth, outcome);
+    }
+}
+
 /// A table of test functions, named after themselves.
 macro_rules! tests {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {

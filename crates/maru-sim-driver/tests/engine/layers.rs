@@ -11,7 +11,7 @@ use maru_transfer::{Event, TransferEngine, TransferError, TransferRequest};
 
 use crate::cases::{Dims, compare};
 use crate::common::log::warnings;
-use crate::common::{Device, Event as OwnEvent, Graph, Pinned, Stream, Test, context};
+use crate::common::{Device, Event as OwnEvent, Graph, Pinned, Stream, Test, context, each_failing_call};
 use crate::setup::{DIMS, Setup, config, on};
 
 pub(crate) fn tests() -> Vec<Test> {
@@ -167,19 +167,11 @@ fn a_transfer_by_layer_fails_at_every_call(session: &Session) {
         };
         run().unwrap();
         for function in ["cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuMemcpy2DAsync"] {
-            for nth in 1.. {
-                session.fail(function, nth, 801);
-                let outcome = run();
-                let reached = session.faults_left() == 0;
-                session.clear_faults();
-                if !reached {
-                    outcome.unwrap();
-                    break;
-                }
+            each_failing_call(session, function, run, |nth, _| {
                 assert!(session.queued() == 0, "{strategy} {function} call {nth}");
                 stream.wait();
                 run().unwrap();
-            }
+            });
         }
     }
 }

@@ -15,7 +15,7 @@ mod words;
 
 use cases::{Dims, compare};
 use common::log::warnings;
-use common::{Device, Stream, context, current, unbind};
+use common::{Device, Stream, context, current, each_failing_call, unbind};
 use maru_cxl::Region;
 use maru_layout::{Direction, SlotMapping};
 use maru_sim_driver::{CopyKind, Session};
@@ -212,16 +212,8 @@ fn every_call_of_a_submit_fails_once(session: &Session) {
             "cuEventSynchronize",
         ];
         for function in calls {
-            for nth in 1.. {
-                let before = session.census();
-                session.fail(function, nth, 801);
-                let outcome = run();
-                let reached = session.faults_left() == 0;
-                session.clear_faults();
-                if !reached {
-                    outcome.unwrap();
-                    break;
-                }
+            let before = session.census();
+            each_failing_call(session, function, run, |nth, outcome| {
                 if let Err(error) = outcome {
                     assert_eq!(error.kind(), "driver", "{function} call {nth}: {error}");
                 }
@@ -230,7 +222,7 @@ fn every_call_of_a_submit_fails_once(session: &Session) {
                 stream.wait();
                 run().unwrap();
                 assert_eq!(session.census(), before, "{function} call {nth}");
-            }
+            });
         }
     }
 }

@@ -6,7 +6,7 @@ use maru_transfer::config::StrategyChoice;
 use maru_transfer::{Transfer, TransferEngine, TransferError};
 
 use crate::cases::Dims;
-use crate::common::{Device, Event as OwnEvent, Stream, Test, context};
+use crate::common::{Device, Event as OwnEvent, Stream, Test, context, each_failing_call};
 use crate::layers::LARGE;
 use crate::setup::{Setup, config, on};
 
@@ -61,16 +61,8 @@ fn a_load_by_layer_without_events_fails_at_every_call(session: &Session) {
         };
         run().unwrap();
         for function in CALLS {
-            for nth in 1.. {
-                let before = session.census();
-                session.fail(function, nth, 801);
-                let outcome = run();
-                let reached = session.faults_left() == 0;
-                session.clear_faults();
-                if !reached {
-                    outcome.unwrap();
-                    break;
-                }
+            let before = session.census();
+            each_failing_call(session, function, run, |nth, outcome| {
                 if outcome.is_err() {
                     // What is in flight now would be seen to write here.
                     setup.restore(session);
@@ -81,7 +73,7 @@ fn a_load_by_layer_without_events_fails_at_every_call(session: &Session) {
                 }
                 run().unwrap();
                 assert_eq!(before, session.census(), "{strategy:?} {function} {nth}");
-            }
+            });
         }
     }
 }
