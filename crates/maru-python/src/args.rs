@@ -1,8 +1,9 @@
 //! Arguments as numbers, with the argument's name in every error.
 
 use pyo3::exceptions::PyOverflowError;
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyFloat, PyString};
+use pyo3::types::{PyBool, PyFloat, PyInt, PyString};
 
 use crate::errors::{Fault, Result};
 use crate::tensor::Dims;
@@ -17,17 +18,28 @@ pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> String {
 
 /// An integer (anything with `__index__`, enum members included, but neither a bool nor a float).
 pub(crate) fn int(object: &Bound<'_, PyAny>, name: &str) -> Result<i64> {
-    if object.is_instance_of::<PyBool>() || object.is_instance_of::<PyFloat>() {
+    let of_ints = object.is_instance_of::<PyInt>();
+    if of_ints && !object.is_exact_instance_of::<PyBool>() {
+        // SAFETY: an int, or of a class of ints.
+        let number = unsafe { ffi::PyLong_AsLongLong(object.as_ptr()) };
+        // Nothing else goes wrong with an int.
+        if number == -1 && PyErr::take(object.py()).is_some() {
+            return Err(beyond(name).into());
+        }
+        return Ok(number);
+    }
+    if of_ints || object.is_instance_of::<PyFloat>() {
         return Err(not_an_int(object, name).into());
     }
     match object.extract::<i64>() {
         Ok(number) => Ok(number),
-        Err(e) if e.is_instance_of::<PyOverflowError>(object.py()) => {
-            let message = format!("{name} is beyond 64 bits; allowed: -2^63 to 2^63-1");
-            Err(Fault::overflow(message).into())
-        }
+        Err(e) if e.is_instance_of::<PyOverflowError>(object.py()) => Err(beyond(name).into()),
         Err(_) => int_convertible(object, name),
     }
+}
+
+fn beyond(name: &str) -> Fault {
+    Fault::overflow(format!("{name} is beyond 64 bits; allowed: -2^63 to 2^63-1"))
 }
 
 /// Enums of compiled modules convert with `int()` but have no `__index__`.

@@ -29,7 +29,8 @@ pub(crate) fn install() {
 
 /// Hands what is queued to `logging.getLogger("maru_kv_ops")`.
 pub(crate) fn drain(py: Python<'_>) {
-    if !QUEUED.swap(false, Ordering::AcqRel) {
+    // A load first: an exchange costs each call what the rest of this does not.
+    if !QUEUED.load(Ordering::Acquire) || !QUEUED.swap(false, Ordering::AcqRel) {
         return;
     }
     let records = std::mem::take(&mut *QUEUE.lock().unwrap_or_else(PoisonError::into_inner));
