@@ -60,12 +60,12 @@ impl Tensor {
 
     /// `None` for an object that is no array.
     pub(crate) fn try_of(object: &Bound<'_, PyAny>, name: &str) -> Result<Option<Tensor>> {
-        if let Ok(slab) = object.cast::<crate::region::PySlab>() {
-            return Ok(Some(slab.get().tensor(object)));
-        }
         // The usual ones, without making Python objects.
         if let Some(tensor) = exchange::read(object).or_else(|| numpy::read(object)) {
             return Ok(Some(tensor));
+        }
+        if let Ok(slab) = object.cast_exact::<crate::region::PySlab>() {
+            return Ok(Some(slab.get().tensor(object)));
         }
         if object.is_instance_of::<pyo3::types::PyType>() {
             return Ok(None);
@@ -126,10 +126,45 @@ impl Tensor {
 
     /// Refuses a tensor elsewhere.
     pub(crate) fn expect_place(&self, name: &str, place: Place) -> std::result::Result<(), Fault> {
-        match self.place == place {
-            true => Ok(()),
-            false => Err(Fault::value(format!("{name} is on {}, the paged cache is on {place}", self.place))),
-        }
+        expect_place(name, self.place, place)
+    }
+}
+
+/// An array of one axis of 64-bit integers, alive as long as its object is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Line {
+    pub(crate) addr: u64,
+    pub(crate) len: u64,
+    /// In elements.
+    pub(crate) stride: i64,
+    pub(crate) place: Place,
+    /// As [`Tensor::owned`].
+    pub(crate) owned: bool,
+}
+
+impl Line {
+    /// Of the arrays that are met most often, which need no further checks; `None` for everything else.
+    pub(crate) fn quick(object: &Bound<'_, PyAny>) -> Option<Line> {
+        exchange::line(object)
+    }
+
+    /// Of a tensor with one axis.
+    pub(crate) fn of(tensor: &Tensor) -> Line {
+        let (addr, place, owned) = (tensor.addr, tensor.place, tensor.owned);
+        let stride = tensor.strides.first().copied().unwrap_or(1);
+        Line { addr, len: tensor.len_of(0), stride, place, owned }
+    }
+
+    pub(crate) fn is_contiguous(&self) -> bool {
+        self.len <= 1 || self.stride == 1
+    }
+}
+
+/// Refuses a tensor that is elsewhere than the cache.
+pub(crate) fn expect_place(name: &str, found: Place, place: Place) -> std::result::Result<(), Fault> {
+    match found == place {
+        true => Ok(()),
+        false => Err(Fault::value(format!("{name} is on {found}, the paged cache is on {place}"))),
     }
 }
 

@@ -13,17 +13,29 @@ use crate::driver;
 use crate::dtype::Element;
 use crate::errors::{Fault, Result, detached};
 use crate::memory::{mapped, with_context};
-use crate::tensor::Tensor;
+use crate::tensor::{Line, Tensor, expect_place};
 
 /// A list as it came: values on the host, or a tensor in device memory.
 pub(crate) enum Words {
     Host(Arc<[i64]>),
-    Device(Tensor),
+    Device(DeviceList),
+}
+
+/// A contiguous tensor in device memory.
+pub(crate) struct DeviceList {
+    pub(crate) addr: u64,
+    pub(crate) len: u64,
+    place: Place,
+    /// Keeps the memory alive.
+    pub(crate) owner: Py<PyAny>,
 }
 
 impl Words {
     /// A one-dimensional int64 array, or a sequence of ints.
     pub(crate) fn of(object: &Bound<'_, PyAny>, name: &str) -> Result<Words> {
+        if let Some(line) = Line::quick(object) {
+            return Self::of_line(line, || object.clone().unbind(), name);
+        }
         // The usual sequences are no arrays; asking them costs an exception for every kind of array.
         if object.is_instance_of::<PyList>()
             || object.is_instance_of::<PyTuple>()
@@ -42,12 +54,16 @@ impl Words {
                 Fault::value(format!("{name} has shape {:?}, one axis is needed", tensor.shape)).into()
             );
         }
-        match tensor.place {
-            Place::Host => Ok(Words::Host(read(&tensor).map_err(|e| e.of(name))?)),
-            _ if tensor.is_contiguous() => Ok(Words::Device(tensor)),
+        Self::of_line(Line::of(&tensor), || tensor.owner, name)
+    }
+
+    fn of_line(line: Line, owner: impl FnOnce() -> Py<PyAny>, name: &str) -> Result<Words> {
+        let Line { addr, len, stride, place, .. } = line;
+        match place {
+            Place::Host => Ok(Words::Host(read(line).map_err(|e| e.of(name))?)),
+            _ if line.is_contiguous() => Ok(Words::Device(DeviceList { addr, len, place, owner: owner() })),
             _ => Err(Fault::value(format!(
-                "{name} has stride {}, in device memory it must be contiguous",
-                tensor.strides[0]
+                "{name} has stride {stride}, in device memory it must be contiguous"
             ))
             .into()),
         }
@@ -56,7 +72,7 @@ impl Words {
     pub(crate) fn len(&self) -> u64 {
         match self {
             Words::Host(words) => words.len() as u64,
-            Words::Device(tensor) => tensor.len_of(0),
+            Words::Device(list) => list.len,
         }
     }
 
@@ -64,10 +80,9 @@ impl Words {
     pub(crate) fn slots(self, name: &str, place: Place) -> Result<(SlotMapping, Option<Py<PyAny>>)> {
         match self {
             Words::Host(words) => Ok((SlotMapping::from_slots(words), None)),
-            Words::Device(tensor) => {
-                tensor.expect_place(name, place)?;
-                let slots = SlotMapping::Device { addr: tensor.addr, len: tensor.len_of(0) };
-                Ok((slots, Some(tensor.owner)))
+            Words::Device(list) => {
+                expect_place(name, list.place, place)?;
+                Ok((SlotMapping::Device { addr: list.addr, len: list.len }, Some(list.owner)))
             }
         }
     }
@@ -82,9 +97,9 @@ impl Words {
     ) -> Result<Arc<[i64]>> {
         match self {
             Words::Host(words) => Ok(words),
-            Words::Device(tensor) => {
-                tensor.expect_place(name, place)?;
-                let (addr, count) = (tensor.addr, usize::try_from(tensor.len_of(0)).unwrap_or(usize::MAX));
+            Words::Device(list) => {
+                expect_place(name, list.place, place)?;
+                let (addr, count) = (list.addr, usize::try_from(list.len).unwrap_or(usize::MAX));
                 let words = detached(py, || {
                     with_context(place, || {
                         let needed = addr.saturating_add((count as u64).saturating_mul(8));
@@ -149,20 +164,20 @@ fn plain_ints(object: &Bound<'_, PyAny>) -> Option<Arc<[i64]>> {
 }
 
 /// Copies a host tensor's numbers out, whatever its stride.
-fn read(tensor: &Tensor) -> std::result::Result<Arc<[i64]>, Fault> {
-    let (len, stride) = (tensor.len_of(0), if tensor.len_of(0) <= 1 { 1 } else { tensor.strides[0] });
+fn read(line: Line) -> std::result::Result<Arc<[i64]>, Fault> {
+    let (len, stride) = (line.len, if line.len <= 1 { 1 } else { line.stride });
     let Some(last) = len.checked_sub(1) else { return Ok(Arc::default()) };
     let overflow = || Fault::overflow("its last address does not fit 64 bits");
     let reach = i128::from(last) * i128::from(stride) * 8;
-    let ends = [i128::from(tensor.addr), i128::from(tensor.addr) + reach];
+    let ends = [i128::from(line.addr), i128::from(line.addr) + reach];
     let (low, high) = (ends[0].min(ends[1]), ends[0].max(ends[1]) + 8);
     let low_addr = u64::try_from(low).map_err(|_| overflow())?;
     let span = u64::try_from(high - low).map_err(|_| overflow())?;
-    if !tensor.owned {
+    if !line.owned {
         mapped(low_addr, span)?;
     }
     let count = usize::try_from(len).map_err(|_| overflow())?;
-    let first = usize::try_from(tensor.addr).map_err(|_| overflow())?;
+    let first = usize::try_from(line.addr).map_err(|_| overflow())?;
     let step = usize::try_from(stride.unsigned_abs()).map_err(|_| overflow())?.saturating_mul(8);
     if count > MOST_ITEMS {
         // What is asked for below is there or ends the process.

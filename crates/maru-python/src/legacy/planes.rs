@@ -94,17 +94,17 @@ pub(super) fn pointers(
 ) -> Result<Arc<[u64]>> {
     let py = list.py();
     let words = Words::of(list, name)?;
-    let Words::Device(tensor) = words else {
+    let Words::Device(device) = words else {
         return Ok(unsigned(&words.values(py, name, place, stream)?, name)?);
     };
     let lists = &process().registrations.lists;
-    let (addr, len, version) = (tensor.addr, tensor.len_of(0), version(list));
+    let (addr, len, version) = (device.addr, device.len, version(list));
     let same = |l: &&List| (l.addr, l.len, l.version) == (addr, len, version);
     if let Some(known) = lock(lists).iter().find(same) {
         return Ok(Arc::clone(&known.values));
     }
-    let keep = tensor.owner.clone_ref(py);
-    let values = unsigned(&Words::Device(tensor).values(py, name, place, stream)?, name)?;
+    let keep = device.owner.clone_ref(py);
+    let values = unsigned(&Words::Device(device).values(py, name, place, stream)?, name)?;
     let mut lists = lock(lists);
     let mut forgotten: Vec<List> = lists.extract_if(.., |l| (l.addr, l.len) == (addr, len)).collect();
     if lists.len() >= MOST {

@@ -51,6 +51,21 @@ impl Default for DLTensor {
 }
 
 impl DLTensor {
+    /// Length and stride of the only axis; `None` if there are more, or fewer.
+    ///
+    /// # Safety
+    /// As [`DLTensor::dims`].
+    pub(super) unsafe fn only_axis(&self) -> Option<(u64, i64)> {
+        if self.ndim != 1 {
+            return None;
+        }
+        // SAFETY: DLPack's contract: a number an axis at each list that is not null.
+        let len = *unsafe { self.shape.as_ref() }?;
+        // SAFETY: as above.
+        let stride = unsafe { self.strides.as_ref() }.copied().unwrap_or(1);
+        Some((u64::try_from(len).ok()?, stride))
+    }
+
     /// Shape and strides; `None` where there is no shape.
     ///
     /// # Safety

@@ -8,9 +8,9 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::{ffi, intern};
 
-use super::Tensor;
 use super::dlpack::{self, DLTensor};
 use super::torch;
+use super::{Line, Tensor};
 use crate::dtype::Element;
 
 const NAME: &CStr = c"dlpack_exchange_api";
@@ -74,8 +74,9 @@ impl Exchange {
     }
 }
 
-/// `None` for anything but a plain torch tensor of a usual element type, or without these functions.
-pub(super) fn read(object: &Bound<'_, PyAny>) -> Option<Tensor> {
+/// A plain torch tensor as torch describes it. What it points to is the tensor's, which nobody changes while the GIL is
+/// held.
+fn borrowed(object: &Bound<'_, PyAny>) -> Option<DLTensor> {
     let py = object.py();
     let exchange = Exchange::get(py)?;
     if object.get_type_ptr().addr() != exchange.class {
@@ -88,7 +89,26 @@ pub(super) fn read(object: &Bound<'_, PyAny>) -> Option<Tensor> {
         drop(PyErr::take(py));
         return None;
     }
-    // SAFETY: just filled; what it points to is the tensor's, which nobody changes while the GIL is held.
+    Some(found)
+}
+
+/// `None` for anything but a plain torch tensor of one axis of 64-bit integers.
+pub(super) fn line(object: &Bound<'_, PyAny>) -> Option<Line> {
+    let found = borrowed(object)?;
+    if dlpack::element(found.code, found.bits, found.lanes) != Some(Element::Int64) {
+        return None;
+    }
+    // SAFETY: just filled.
+    let (len, stride) = unsafe { found.only_axis() }?;
+    let addr = (found.data.expose_provenance() as u64).checked_add(found.byte_offset)?;
+    let place = dlpack::place(found.device_type, found.device_id)?;
+    Some(Line { addr, len, stride, place, owned: addr != 0 })
+}
+
+/// `None` for anything but a plain torch tensor of a usual element type, or without these functions.
+pub(super) fn read(object: &Bound<'_, PyAny>) -> Option<Tensor> {
+    let found = borrowed(object)?;
+    // SAFETY: just filled.
     let (shape, strides) = unsafe { found.dims() }?;
     let element = match dlpack::element(found.code, found.bits, found.lanes) {
         Some(Element::Other(_)) | None => return None,
