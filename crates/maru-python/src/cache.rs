@@ -1,6 +1,7 @@
 //! `PagedCache`: the engine's tensors, read once.
 
-use std::sync::Mutex;
+use std::borrow::Cow;
+use std::sync::{Mutex, OnceLock};
 
 use maru_layout::{Axis, CacheSpec, DType};
 use maru_transfer::{CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine};
@@ -16,14 +17,16 @@ use crate::process::lock;
 use crate::region::no_pickle;
 use crate::tensor::Tensor;
 
-/// Engines a cache remembers its registration with.
+/// Engines a cache remembers its registration with, besides the first.
 const MOST_ENGINES: usize = 8;
 
 /// The KV tensors of one group of layers, with what was detected. Keeps them alive.
 #[pyclass(module = "maru_kv_ops", name = "PagedCache", frozen)]
 pub(crate) struct PyPagedCache {
     paged: PagedCache,
-    registered: Mutex<Vec<(u64, RegisteredCache)>>,
+    /// Registrations by their engine's number. The first is found without a lock: few caches have more.
+    first: OnceLock<(u64, RegisteredCache)>,
+    others: Mutex<Vec<(u64, RegisteredCache)>>,
     read_only: bool,
     torch: bool,
     tensors: Py<PyTuple>,
@@ -78,17 +81,27 @@ impl PyPagedCache {
         &self,
         id: u64,
         engine: &TransferEngine,
-    ) -> std::result::Result<RegisteredCache, Fault> {
-        let mut registered = lock(&self.registered);
-        if let Some((_, cache)) = registered.iter().find(|(known, _)| *known == id) {
-            return Ok(cache.clone());
+    ) -> std::result::Result<Cow<'_, RegisteredCache>, Fault> {
+        let first = || self.first.get().filter(|(known, _)| *known == id).map(|(_, cache)| cache);
+        if let Some(cache) = first() {
+            return Ok(Cow::Borrowed(cache));
+        }
+        let mut others = lock(&self.others);
+        // Somebody else may have done it meanwhile.
+        if let Some(cache) = first() {
+            return Ok(Cow::Borrowed(cache));
+        }
+        if let Some((_, cache)) = others.iter().find(|(known, _)| *known == id) {
+            return Ok(Cow::Owned(cache.clone()));
         }
         let cache = engine.register(self.paged.clone())?;
-        if registered.len() >= MOST_ENGINES {
-            registered.remove(0);
+        if self.first.set((id, cache.clone())).is_err() {
+            if others.len() >= MOST_ENGINES {
+                others.remove(0);
+            }
+            others.push((id, cache.clone()));
         }
-        registered.push((id, cache.clone()));
-        Ok(cache)
+        Ok(Cow::Owned(cache))
     }
 }
 
@@ -207,7 +220,14 @@ impl PyPagedCache {
             let read_only = all.iter().any(|t| t.read_only);
             let torch = all.iter().any(|t| t.torch);
             let tensors = PyTuple::new(py, all.into_iter().map(|t| t.owner))?.unbind();
-            Ok(PyPagedCache { paged, registered: Mutex::default(), read_only, torch, tensors })
+            Ok(PyPagedCache {
+                paged,
+                first: OnceLock::new(),
+                others: Mutex::default(),
+                read_only,
+                torch,
+                tensors,
+            })
         })
     }
 

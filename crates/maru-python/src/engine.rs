@@ -4,17 +4,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use maru_layout::Direction;
 use maru_transfer::config::Config;
-use maru_transfer::{Place, Stream, TransferEngine, TransferRequest};
+use maru_transfer::{Place, Stream, Transfer, TransferEngine, TransferRequest};
 use pyo3::prelude::*;
-use smallvec::SmallVec;
 
 use crate::args::{self, Arg};
 use crate::cache::PyPagedCache;
 use crate::errors::{Error, Fault, Result, detached, guard};
 use crate::pool::PyPool;
-use crate::process::{Owned, claim_cuda, cuda_allowed, process};
+use crate::process::{Keep, Owned, claim_cuda, cuda_allowed, process};
 use crate::region::no_pickle;
-use crate::request::{Given, Item, pairs};
+use crate::request::{Given, Item, Options, Pair, pairs};
 use crate::tensor::stream_of;
 use crate::transfer::PyTransfer;
 
@@ -28,47 +27,99 @@ pub(crate) struct PyEngine {
 }
 
 impl PyEngine {
-    fn transfer(
+    /// One slab.
+    fn one(
         &self,
         py: Python<'_>,
         cache: &Bound<'_, PyPagedCache>,
-        items: &[(Bound<'_, PyAny>, Bound<'_, PyAny>)],
+        item: Pair<'_, '_>,
         direction: Direction,
-        given: Given<'_, '_>,
-    ) -> Result<PyTransfer> {
+        given: &Given<'_, '_>,
+    ) -> Result<Py<PyTransfer>> {
         let engine = self.engine.get("Engine")?;
-        // With the slots and the slab of each item.
-        let mut keep = Vec::with_capacity(1 + 2 * items.len());
-        keep.push(cache.clone().into_any().unbind());
-        let (cache, place, id) = (cache.get(), engine.place(), self.id);
-        let options = given.read(cache.paged().layers(), &mut keep)?;
-        if direction == Direction::Scatter && cache.is_read_only() {
-            return Err(Fault::value("the cache's tensors are read-only and would be written").into());
-        }
-        let mut read = SmallVec::<[Item; 1]>::with_capacity(items.len());
-        for (i, item) in items.iter().enumerate() {
-            let item = Item::read(cache, item, (direction, place), &options, &mut keep);
+        let (cache, options, mut keep) = begin(cache, direction, given)?;
+        let (place, id) = (engine.place(), self.id);
+        let item = Item::read(cache, item, (direction, place), &options, &mut keep)?;
+        let stream = stream_of(py, place, cache.is_torch(), given.stream)?;
+        let transfer = detached(py, || {
+            let cache = cache.registered(id, engine)?;
+            // SAFETY: torch's current stream, the default one, or a live one as the caller states.
+            let stream = unsafe { Stream::cuda(stream) };
+            let request = item.request(&cache, (direction, place), &options, stream)?;
+            submit(engine, std::slice::from_ref(&request), &options)
+        })?;
+        finish(py, transfer, (place, cache), keep)
+    }
+
+    /// Any number of slabs.
+    fn many(
+        &self,
+        py: Python<'_>,
+        cache: &Bound<'_, PyPagedCache>,
+        items: &Bound<'_, PyAny>,
+        direction: Direction,
+        given: &Given<'_, '_>,
+    ) -> Result<Py<PyTransfer>> {
+        let items = pairs(items)?;
+        let engine = self.engine.get("Engine")?;
+        let (cache, options, mut keep) = begin(cache, direction, given)?;
+        let (place, id) = (engine.place(), self.id);
+        let mut read = Vec::with_capacity(items.len());
+        for (i, (slots, slab)) in items.iter().enumerate() {
+            let item = Item::read(cache, (slots, slab), (direction, place), &options, &mut keep);
             read.push(item.map_err(|e| match e {
                 Error::Fault(fault) if items.len() > 1 => fault.of(format!("item {i}")).into(),
                 e => e,
             })?);
         }
         let stream = stream_of(py, place, cache.is_torch(), given.stream)?;
-        let transfer = detached(py, move || {
+        let transfer = detached(py, || {
             let cache = cache.registered(id, engine)?;
             // SAFETY: torch's current stream, the default one, or a live one as the caller states.
             let stream = unsafe { Stream::cuda(stream) };
-            let request = |item: Item| item.request(&cache, (direction, place), &options, stream);
-            let requests =
-                read.into_iter().map(request).collect::<Result<SmallVec<[TransferRequest; 1]>, Fault>>()?;
-            Ok(match &options.by_layer {
-                Some(after) => engine.submit_by_layer(&requests, after)?,
-                None => engine.submit_many(&requests)?,
-            })
+            let request = |item: Item<'_>| item.request(&cache, (direction, place), &options, stream);
+            let requests = read.into_iter().map(request).collect::<Result<Vec<_>, Fault>>()?;
+            submit(engine, &requests, &options)
         })?;
-        process().reap(py);
-        Ok(PyTransfer::new(transfer, (place, cache.paged().layers()), keep))
+        finish(py, transfer, (place, cache), keep)
     }
+}
+
+/// What every slab of a call has in common, and what the transfer of them is to keep.
+fn begin<'a>(
+    cache: &'a Bound<'_, PyPagedCache>,
+    direction: Direction,
+    given: &Given<'_, '_>,
+) -> Result<(&'a PyPagedCache, Options, Keep)> {
+    let mut keep = Keep::new();
+    keep.push(cache.clone().into_any().unbind());
+    let cache = cache.get();
+    let options = given.read(cache.paged().layers(), &mut keep)?;
+    if direction == Direction::Scatter && cache.is_read_only() {
+        return Err(Fault::value("the cache's tensors are read-only and would be written").into());
+    }
+    Ok((cache, options, keep))
+}
+
+fn submit(
+    engine: &TransferEngine,
+    requests: &[TransferRequest],
+    options: &Options,
+) -> Result<Transfer, Fault> {
+    Ok(match &options.by_layer {
+        Some(after) => engine.submit_by_layer(requests, after)?,
+        None => engine.submit_many(requests)?,
+    })
+}
+
+fn finish(
+    py: Python<'_>,
+    transfer: Transfer,
+    (place, cache): (Place, &PyPagedCache),
+    keep: Keep,
+) -> Result<Py<PyTransfer>> {
+    process().reap(py);
+    Ok(Py::new(py, PyTransfer::new(transfer, (place, cache.paged().layers()), keep))?)
 }
 
 #[pymethods]
@@ -121,11 +172,10 @@ impl PyEngine {
         fingerprint: Arg<'_, '_>,
         raw: bool,
         stream: Arg<'_, '_>,
-    ) -> PyResult<PyTransfer> {
+    ) -> PyResult<Py<PyTransfer>> {
         let given =
             Given { skip_tokens, partial, layers, by_layer, after, slab_tokens, fingerprint, raw, stream };
-        let items = [(slots.clone(), slab.clone())];
-        guard(py, || self.transfer(py, cache, &items, Direction::Gather, given))
+        guard(py, || self.one(py, cache, (slots, slab), Direction::Gather, &given))
     }
 
     /// Slab → paged cache.
@@ -147,11 +197,10 @@ impl PyEngine {
         fingerprint: Arg<'_, '_>,
         raw: bool,
         stream: Arg<'_, '_>,
-    ) -> PyResult<PyTransfer> {
+    ) -> PyResult<Py<PyTransfer>> {
         let given =
             Given { skip_tokens, partial, layers, by_layer, after, slab_tokens, fingerprint, raw, stream };
-        let items = [(slots.clone(), slab.clone())];
-        guard(py, || self.transfer(py, cache, &items, Direction::Scatter, given))
+        guard(py, || self.one(py, cache, (slots, slab), Direction::Scatter, &given))
     }
 
     /// Stores of several slabs of one cache with one mover; every one is checked before the first is begun.
@@ -171,7 +220,7 @@ impl PyEngine {
         fingerprint: Arg<'_, '_>,
         raw: bool,
         stream: Arg<'_, '_>,
-    ) -> PyResult<PyTransfer> {
+    ) -> PyResult<Py<PyTransfer>> {
         let given = Given {
             skip_tokens: None,
             partial,
@@ -183,7 +232,7 @@ impl PyEngine {
             raw,
             stream,
         };
-        guard(py, || self.transfer(py, cache, &pairs(items)?, Direction::Gather, given))
+        guard(py, || self.many(py, cache, items, Direction::Gather, &given))
     }
 
     /// Loads of several slabs of one cache with one mover; every one is checked before the first is begun.
@@ -203,7 +252,7 @@ impl PyEngine {
         fingerprint: Arg<'_, '_>,
         raw: bool,
         stream: Arg<'_, '_>,
-    ) -> PyResult<PyTransfer> {
+    ) -> PyResult<Py<PyTransfer>> {
         let given = Given {
             skip_tokens: None,
             partial,
@@ -215,7 +264,7 @@ impl PyEngine {
             raw,
             stream,
         };
-        guard(py, || self.transfer(py, cache, &pairs(items)?, Direction::Scatter, given))
+        guard(py, || self.many(py, cache, items, Direction::Scatter, &given))
     }
 
     /// Prepares a cache, so that its first transfer costs no more than later ones.

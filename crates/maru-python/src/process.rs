@@ -10,6 +10,7 @@ use cudarc::driver::CudaContext;
 use maru_transfer::config::{Config, DeviceChoice};
 use maru_transfer::{Place, Transfer, TransferEngine};
 use pyo3::prelude::*;
+use smallvec::SmallVec;
 
 use crate::errors::Fault;
 use crate::legacy::Registrations;
@@ -41,8 +42,11 @@ pub(crate) struct Process {
 /// A transfer nobody holds, with what must live until it is over.
 struct InFlight {
     transfer: Transfer,
-    keep: Vec<Py<PyAny>>,
+    keep: Keep,
 }
+
+/// Objects that a transfer keeps alive: most often a cache, a slab and its slots.
+pub(crate) type Keep = SmallVec<[Py<PyAny>; 3]>;
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(std::ptr::null_mut());
 /// The process that initialised CUDA through us; the driver does not survive a fork.
@@ -185,7 +189,7 @@ impl Process {
 
     /// Keeps a transfer of a cache in `place` and its objects until it is over. Whether it is, is asked later, by
     /// [`Process::reap`]: once a transfer and not twice. On the host, and in a graph, it is over now.
-    pub(crate) fn park(&self, place: Place, transfer: Transfer, keep: Vec<Py<PyAny>>) {
+    pub(crate) fn park(&self, place: Place, transfer: Transfer, keep: Keep) {
         if place == Place::Host || transfer.captured() {
             return;
         }
@@ -195,16 +199,22 @@ impl Process {
     /// Gives back what finished transfers held, now and then: asking for the oldest of a few finds it over, where
     /// asking for the newest would be in vain. The GIL is held, so that objects can be dropped.
     pub(crate) fn reap(&self, py: Python<'_>) {
-        if lock(&self.in_flight).len() >= REAPED_AT {
-            self.reap_some(py);
-        }
+        self.reap_of(py, REAPED_AT);
     }
 
     /// The same whatever their number.
-    pub(crate) fn reap_some(&self, _py: Python<'_>) {
-        let mut over = Vec::new();
+    pub(crate) fn reap_some(&self, py: Python<'_>) {
+        self.reap_of(py, 1);
+    }
+
+    /// The same if there are so many.
+    fn reap_of(&self, _py: Python<'_>, least: usize) {
+        let mut over = SmallVec::<[InFlight; REAPED_AT]>::new();
         {
             let mut queue = lock(&self.in_flight);
+            if queue.len() < least {
+                return;
+            }
             while over.len() < REAPED_AT {
                 match queue.front_mut().map(|first| first.transfer.is_done()) {
                     Some(Ok(false)) | None => break,

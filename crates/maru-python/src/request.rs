@@ -1,5 +1,7 @@
 //! What a call of `Engine` asks for, read from its arguments before the GIL is released.
 
+use std::borrow::Cow;
+
 use maru_cxl::Slab;
 use maru_layout::{Direction, Fingerprint, SlotMapping};
 use maru_transfer::{Event, Place, RegisteredCache, Stream, TransferRequest};
@@ -10,7 +12,7 @@ use crate::args::{self, Arg};
 use crate::cache::PyPagedCache;
 use crate::errors::{Fault, Result};
 use crate::memory::Foreign;
-use crate::process::process;
+use crate::process::{Keep, process};
 use crate::region::PySlab;
 use crate::tensor::{Tensor, event_handle};
 use crate::words::Words;
@@ -43,7 +45,7 @@ pub(crate) struct Options {
 
 impl Given<'_, '_> {
     /// The options, for a cache of `layers` layers. What must outlive the transfer goes to `keep`.
-    pub(crate) fn read(&self, layers: u64, keep: &mut Vec<Py<PyAny>>) -> Result<Options> {
+    pub(crate) fn read(&self, layers: u64, keep: &mut Keep) -> Result<Options> {
         let fingerprint = self.fingerprint.filter(|f| !f.is_none());
         let fingerprint = fingerprint.map(|f| f.extract::<u64>()).transpose();
         let after = self.after.filter(|a| !a.is_none());
@@ -89,7 +91,7 @@ fn layer_range(object: &Bound<'_, PyAny>) -> Result<(u32, u32)> {
 
 /// Per layer of the cache the event it waits for, or none. The event objects go to `keep`: what they stand for is
 /// destroyed with them.
-fn events(after: &Bound<'_, PyAny>, layers: u64, keep: &mut Vec<Py<PyAny>>) -> Result<Vec<Option<Event>>> {
+fn events(after: &Bound<'_, PyAny>, layers: u64, keep: &mut Keep) -> Result<Vec<Option<Event>>> {
     let items = after.try_iter().map_err(|_| {
         let found = args::a(&args::type_name(after));
         Fault::wrong_type(format!("after is {found}; a list is needed, an event or None a layer"))
@@ -122,36 +124,40 @@ fn events(after: &Bound<'_, PyAny>, layers: u64, keep: &mut Vec<Py<PyAny>>) -> R
     Ok(events)
 }
 
+/// Slots and slab as they came.
+pub(crate) type Pair<'a, 'py> = (&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>);
+
 /// One slab of a call.
-pub(crate) struct Item {
+pub(crate) struct Item<'a> {
     slots: SlotMapping,
-    slab: SlabSource,
+    slab: SlabSource<'a>,
     tokens: Option<u64>,
 }
 
-enum SlabSource {
-    Ours(Slab),
+enum SlabSource<'a> {
+    Ours(&'a Slab),
     Array(Foreign),
 }
 
-impl Item {
+impl<'a> Item<'a> {
     /// Reads a slab and its slots for an engine of `place`. What must outlive the transfer goes to `keep`.
     pub(crate) fn read(
         cache: &PyPagedCache,
-        (slots, slab): &(Bound<'_, PyAny>, Bound<'_, PyAny>),
+        (slots, slab): Pair<'a, '_>,
         (direction, place): (Direction, Place),
         options: &Options,
-        keep: &mut Vec<Py<PyAny>>,
-    ) -> Result<Item> {
+        keep: &mut Keep,
+    ) -> Result<Self> {
         let (slots, slots_owner) = Words::of(slots, "slots")?.slots("slots", place)?;
         keep.extend(slots_owner);
         let stores = direction == Direction::Gather;
-        if let Ok(ours) = slab.cast::<PySlab>() {
+        // It has no subclasses.
+        if let Ok(ours) = slab.cast_exact::<PySlab>() {
             let ours = ours.get().slab();
             if stores && ours.is_read_only() {
                 return Err(Fault::value("slab is read-only and would be written").into());
             }
-            return Ok(Item { slots, slab: SlabSource::Ours(ours.clone()), tokens: options.tokens });
+            return Ok(Item { slots, slab: SlabSource::Ours(ours), tokens: options.tokens });
         }
         let tensor = Tensor::of(slab, "slab")?;
         if stores && tensor.read_only {
@@ -211,11 +217,13 @@ impl Item {
     }
 }
 
-impl SlabSource {
-    fn open(self, place: Place) -> std::result::Result<Slab, Fault> {
+impl<'a> SlabSource<'a> {
+    fn open(self, place: Place) -> std::result::Result<Cow<'a, Slab>, Fault> {
         match self {
-            SlabSource::Ours(slab) => Ok(slab),
-            SlabSource::Array(foreign) => process().memory.slab(place, foreign).map_err(|e| e.of("slab")),
+            SlabSource::Ours(slab) => Ok(Cow::Borrowed(slab)),
+            SlabSource::Array(foreign) => {
+                process().memory.slab(place, foreign).map(Cow::Owned).map_err(|e| e.of("slab"))
+            }
         }
     }
 }

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::args::{self, Arg};
 use crate::errors::{Fault, Result, detached, guard};
-use crate::process::{lock, pid, process};
+use crate::process::{Keep, lock, pid, process};
 use crate::region::no_pickle;
 use crate::tensor::stream_or_current;
 use crate::waiting::Waiter;
@@ -17,7 +17,7 @@ struct State {
     /// `None` once it is over.
     transfer: Option<Transfer>,
     failed: Option<Fault>,
-    keep: Vec<Py<PyAny>>,
+    keep: Keep,
 }
 
 /// A submitted transfer. Keeps cache, slab, slots and events alive until it is over; letting go of it neither waits
@@ -37,7 +37,7 @@ pub(crate) struct PyTransfer {
 
 impl PyTransfer {
     /// A transfer of a cache of `layers` layers in `place`.
-    pub(crate) fn new(transfer: Transfer, (place, layers): (Place, u64), keep: Vec<Py<PyAny>>) -> Self {
+    pub(crate) fn new(transfer: Transfer, (place, layers): (Place, u64), keep: Keep) -> Self {
         PyTransfer {
             pid: pid(),
             place,
@@ -79,7 +79,7 @@ impl PyTransfer {
             let mut state = lock(&self.state);
             let answer = question(&mut state);
             let over = state.transfer.is_none();
-            Ok((answer, if over { std::mem::take(&mut state.keep) } else { Vec::new() }))
+            Ok((answer, if over { std::mem::take(&mut state.keep) } else { Keep::new() }))
         })?;
         // With the GIL, outside the lock: an object's finaliser may ask this transfer.
         drop(kept);

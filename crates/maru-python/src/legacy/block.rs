@@ -171,8 +171,8 @@ pub(crate) fn multi_layer_block_kv_transfer(
             }
             Ok(engine.submit_many(&requests)?)
         })?;
-        let mut keep = vec![paged_buffer_ptrs_tensor.clone().unbind(), lmcache_objects_ptrs.clone().unbind()];
-        keep.extend(owner);
+        let lists = [paged_buffer_ptrs_tensor, lmcache_objects_ptrs].map(|list| list.clone().unbind());
+        let keep = lists.into_iter().chain(owner).collect();
         // Slabs are given as addresses; keeping them alive is the caller's part, as it was upstream.
         finish(py, place, transfer, keep);
         Ok(())
