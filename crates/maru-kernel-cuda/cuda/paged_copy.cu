@@ -86,24 +86,43 @@ struct Batch {
     }
 };
 
-// The same layer by layer: K and V of the first layer of all slabs, then of the next. A run of layers is there when
-// every warp is past it.
-struct Layers {
+// The same layer by layer, for those that follow: a run of layers is there when every warp is past it.
+struct ByLayer {
     static constexpr bool kTogether = true;
-    const PagedCopyLayersArgs &args;
+    const PagedCopyArgs &args;
+    const PagedCopyRuns &runs;
     maru_u32 run, end;  // the run this warp is in, and where it ends
 
+    __device__ __forceinline__ ByLayer(const PagedCopyArgs &args, const PagedCopyRuns &runs)
+        : args(args), runs(runs), run(0), end(runs.first_units) {}
+};
+
+// Many slabs: K and V of the first layer of all slabs, then of the next.
+struct Layers : ByLayer {
+    const PagedCopyBatchArgs &batch;
     __device__ __forceinline__ explicit Layers(const PagedCopyLayersArgs &args)
-        : args(args), run(0), end(args.first_units) {}
+        : ByLayer(args.batch.copy, args.runs), batch(args.batch) {}
     __device__ __forceinline__ Plane plane(maru_u32 index) const {
-        const maru_u32 layer = divided(index, args.batch.planes_magic, args.batch.planes_shift);
-        const maru_u32 within = index - layer * args.batch.planes;
-        return {within >> args.pair, within & args.pair, layer};
+        const maru_u32 layer = divided(index, batch.planes_magic, batch.planes_shift);
+        const maru_u32 within = index - layer * batch.planes;
+        return {within >> runs.pair, within & runs.pair, layer};
     }
-    __device__ __forceinline__ maru_u64 slab(maru_u32 which) const { return args.batch.slabs[which].slab; }
+    __device__ __forceinline__ maru_u64 slab(maru_u32 which) const { return batch.slabs[which].slab; }
     __device__ __forceinline__ maru_i64 slot(maru_u32 which, maru_u32 token) const {
-        return __ldg(reinterpret_cast<const maru_i64 *>(args.batch.slabs[which].slots) + token);
+        return __ldg(reinterpret_cast<const maru_i64 *>(batch.slabs[which].slots) + token);
     }
+};
+
+// One slab, slots in the arguments.
+struct InlineLayers : ByLayer {
+    const PagedCopyInlineArgs &one;
+    __device__ __forceinline__ explicit InlineLayers(const PagedCopyLayersInlineArgs &args)
+        : ByLayer(args.slab.copy, args.runs), one(args.slab) {}
+    __device__ __forceinline__ Plane plane(maru_u32 index) const {
+        return {0, index & runs.pair, index >> runs.pair};
+    }
+    __device__ __forceinline__ maru_u64 slab(maru_u32) const { return one.copy.slab; }
+    __device__ __forceinline__ maru_i64 slot(maru_u32, maru_u32 token) const { return one.slots[token]; }
 };
 
 // Neither -1 (skip) nor inside the cache.
@@ -147,38 +166,40 @@ __device__ __forceinline__ bool last_to_arrive(maru_u64 counter, maru_u32 all) {
     return true;
 }
 
-// The launch is over.
-template <bool kFar, class Source>
-__device__ __forceinline__ void tell(const PagedCopyArgs &args, Source &) {
-    if (args.counters == 0) return;
-    __syncthreads();
-    if (!MARU_FIRST_OF_BLOCK) return;
-    if (last_to_arrive<kFar>(args.counters, MARU_BLOCKS)) maru_publish(args.seen, args.value);
-}
-
 // Every run whose end this warp has reached is there, as far as it is concerned. `next`: its next access.
-__device__ __forceinline__ void pass(Layers &layers, maru_u32 next) {
-    if (next < layers.end || layers.run == layers.args.runs) return;
-    const PagedCopyArgs &args = layers.args.batch.copy;
+__device__ __forceinline__ void reached(ByLayer &layers, maru_u32 next) {
+    const PagedCopyRuns &runs = layers.runs;
+    if (next < layers.end || layers.run == runs.count) return;
+    const PagedCopyArgs &args = layers.args;
     __syncwarp();
     do {
         if (MARU_LAST_OF_WARP && last_to_arrive<false>(args.counters + 4 * layers.run, MARU_WARPS)) {
             // Streams wait for the last run by the event of the launch. Whoever sees its word may let another launch
             // tell by the same words, which this one must be done with.
-            if (layers.run + 1 < layers.args.runs) maru_publish(layers.args.words + 8 * layers.run, args.value);
+            if (layers.run + 1 < runs.count) maru_publish(runs.words + 8 * layers.run, args.value);
             maru_publish(args.seen + 8 * layers.run, args.value);
         }
         layers.run += 1;
-        layers.end += layers.args.run_units;
-    } while (layers.run < layers.args.runs && next >= layers.end);
+        layers.end += runs.units;
+    } while (layers.run < runs.count && next >= layers.end);
 }
 
 template <class Source>
-__device__ __forceinline__ void pass(Source &, maru_u32) {}
+__device__ __forceinline__ void pass(Source &source, maru_u32 next) {
+    if constexpr (Source::kTogether) reached(source, next);
+}
 
-template <bool kFar>
-__device__ __forceinline__ void tell(const PagedCopyArgs &, Layers &layers) {
-    pass(layers, 0xffffffffu);
+// The launch is over.
+template <bool kFar, class Source>
+__device__ __forceinline__ void tell(const PagedCopyArgs &args, Source &source) {
+    if constexpr (Source::kTogether) {
+        reached(source, 0xffffffffu);
+    } else if (args.counters != 0) {
+        __syncthreads();
+        if (MARU_FIRST_OF_BLOCK && last_to_arrive<kFar>(args.counters, MARU_BLOCKS)) {
+            maru_publish(args.seen, args.value);
+        }
+    }
 }
 
 template <class Word, bool kScatter, class Source>
@@ -268,4 +289,8 @@ MARU_BATCH_ENTRY(scatter, true)
 extern "C" __global__ void __launch_bounds__(1024)
     maru_scatter_16_layers(const __grid_constant__ PagedCopyLayersArgs args) {
     paged_copy<uint4, true>(args.batch.copy, Layers{args});
+}
+extern "C" __global__ void __launch_bounds__(1024)
+    maru_scatter_16_layers_inline(const __grid_constant__ PagedCopyLayersInlineArgs args) {
+    paged_copy<uint4, true>(args.slab.copy, InlineLayers{args});
 }

@@ -94,15 +94,26 @@ struct PagedCopyBatchArgs {
     PagedCopySlab slabs[MARU_BATCH_SLABS];
 };
 
-// A batch in the order of its layers: layer, slab, plane of the layer, token, byte. Its layers are told of in runs:
-// word r of `seen` becomes `value` when run r is there, by counter r; so does word r of `words`, the last run's excepted.
+// A launch in the order of its layers tells of them in runs: word r of `seen` becomes `value` when run r is there, by
+// counter r; so does word r of `words`, the last run's excepted.
+struct PagedCopyRuns {
+    maru_u64 words;        // 64-bit words in device memory
+    maru_u32 count;        // at most MARU_RUNS
+    maru_u32 first_units;  // accesses of the first run
+    maru_u32 units;        // of every other, the last excepted
+    maru_u32 pair;         // 1 if a layer has K and V, else 0
+};
+
+// A batch in the order: layer, slab, plane of the layer, token, byte.
 struct PagedCopyLayersArgs {
     PagedCopyBatchArgs batch;  // but `planes` are those of one layer of all slabs
-    maru_u64 words;            // 64-bit words in device memory
-    maru_u32 runs;             // at most MARU_RUNS
-    maru_u32 first_units;      // accesses of the first run
-    maru_u32 run_units;        // of every other, the last excepted
-    maru_u32 pair;             // 1 if a layer has K and V, else 0
+    PagedCopyRuns runs;
+};
+
+// One slab in the same order, slots by value.
+struct PagedCopyLayersInlineArgs {
+    PagedCopyInlineArgs slab;
+    PagedCopyRuns runs;
 };
 
 // NVRTC has no offsetof in any spelling; nvcc and the host compiler check the same file.
@@ -117,8 +128,10 @@ static_assert(sizeof(PagedCopyArgs) == 200, "PagedCopyArgs");
 static_assert(sizeof(PagedCopyInlineArgs) == 200 + 8 * MARU_INLINE_SLOTS, "PagedCopyInlineArgs");
 static_assert(sizeof(PagedCopySlab) == 16, "PagedCopySlab");
 static_assert(sizeof(PagedCopyBatchArgs) == 216 + 16 * MARU_BATCH_SLABS, "PagedCopyBatchArgs");
+static_assert(sizeof(PagedCopyRuns) == 24, "PagedCopyRuns");
 static_assert(sizeof(PagedCopyLayersArgs) == 216 + 16 * MARU_BATCH_SLABS + 24, "PagedCopyLayersArgs");
-static_assert(sizeof(PagedCopyLayersArgs) <= 4096 && sizeof(PagedCopyInlineArgs) <= 4096, "kernel parameters of PTX before 8.1 end at 4 KiB");
+static_assert(sizeof(PagedCopyLayersInlineArgs) == 200 + 8 * MARU_INLINE_SLOTS + 24, "PagedCopyLayersInlineArgs");
+static_assert(sizeof(PagedCopyLayersArgs) <= 4096 && sizeof(PagedCopyLayersInlineArgs) <= 4096, "kernel parameters of PTX before 8.1 end at 4 KiB");
 MARU_AT(PagedCopyError, token, 8);
 MARU_AT(PagedCopyError, slot, 16);
 MARU_AT(PagedCopyArgs, planes, 0);
@@ -158,8 +171,9 @@ MARU_AT(PagedCopyBatchArgs, planes, 200);
 MARU_AT(PagedCopyBatchArgs, planes_magic, 204);
 MARU_AT(PagedCopyBatchArgs, planes_shift, 208);
 MARU_AT(PagedCopyBatchArgs, slabs, 216);
-MARU_AT(PagedCopyLayersArgs, words, 2264);
-MARU_AT(PagedCopyLayersArgs, runs, 2272);
-MARU_AT(PagedCopyLayersArgs, first_units, 2276);
-MARU_AT(PagedCopyLayersArgs, run_units, 2280);
-MARU_AT(PagedCopyLayersArgs, pair, 2284);
+MARU_AT(PagedCopyRuns, count, 8);
+MARU_AT(PagedCopyRuns, first_units, 12);
+MARU_AT(PagedCopyRuns, units, 16);
+MARU_AT(PagedCopyRuns, pair, 20);
+MARU_AT(PagedCopyLayersArgs, runs, 2264);
+MARU_AT(PagedCopyLayersInlineArgs, runs, 2248);

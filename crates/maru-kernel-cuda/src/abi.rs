@@ -138,35 +138,58 @@ pub struct PagedCopyBatchArgs {
     pub slabs: [PagedCopySlab; BATCH_SLABS],
 }
 
-/// A batch in the order of its layers, which tells of each run of them.
+/// The runs of layers that a launch in their order tells of.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagedCopyRuns {
+    /// Words in device memory.
+    pub words: u64,
+    /// At most [`RUNS`].
+    pub count: u32,
+    /// Accesses of the first run.
+    pub first_units: u32,
+    /// Accesses of every other, the last excepted.
+    pub units: u32,
+    /// 1 if a layer has K and V, else 0.
+    pub pair: u32,
+}
+
+/// A batch in the order of its layers.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PagedCopyLayersArgs {
     /// What is moved; its `planes` are those of one layer of all slabs.
     pub batch: PagedCopyBatchArgs,
-    /// Words in device memory.
-    pub words: u64,
-    /// At most [`RUNS`].
-    pub runs: u32,
-    /// Accesses of the first run.
-    pub first_units: u32,
-    /// Accesses of every other, the last excepted.
-    pub run_units: u32,
-    /// 1 if a layer has K and V, else 0.
-    pub pair: u32,
+    /// What is told.
+    pub runs: PagedCopyRuns,
+}
+
+/// One slab in the order of its layers, slots by value.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagedCopyLayersInlineArgs {
+    /// What is moved.
+    pub slab: PagedCopyInlineArgs,
+    /// What is told.
+    pub runs: PagedCopyRuns,
 }
 
 const _: () = {
-    const LAYERS: usize = 216 + 16 * BATCH_SLABS;
-    assert!(size_of::<PagedCopyLayersArgs>() == LAYERS + 24);
+    const BATCH: usize = 216 + 16 * BATCH_SLABS;
+    const INLINE: usize = 200 + 8 * INLINE_SLOTS;
+    assert!(size_of::<PagedCopyRuns>() == 24);
+    assert!(offset_of!(PagedCopyRuns, count) == 8);
+    assert!(offset_of!(PagedCopyRuns, first_units) == 12);
+    assert!(offset_of!(PagedCopyRuns, units) == 16);
+    assert!(offset_of!(PagedCopyRuns, pair) == 20);
+    assert!(size_of::<PagedCopyLayersArgs>() == BATCH + 24);
     assert!(size_of::<PagedCopyLayersArgs>() <= 4096);
-    assert!(offset_of!(PagedCopyLayersArgs, words) == LAYERS);
-    assert!(offset_of!(PagedCopyLayersArgs, runs) == LAYERS + 8);
-    assert!(offset_of!(PagedCopyLayersArgs, first_units) == LAYERS + 12);
-    assert!(offset_of!(PagedCopyLayersArgs, run_units) == LAYERS + 16);
-    assert!(offset_of!(PagedCopyLayersArgs, pair) == LAYERS + 20);
+    assert!(offset_of!(PagedCopyLayersArgs, runs) == BATCH);
+    assert!(size_of::<PagedCopyLayersInlineArgs>() == INLINE + 24);
+    assert!(size_of::<PagedCopyLayersInlineArgs>() <= 4096);
+    assert!(offset_of!(PagedCopyLayersInlineArgs, runs) == INLINE);
     assert!(size_of::<PagedCopySlab>() == 16);
-    assert!(size_of::<PagedCopyBatchArgs>() == 216 + 16 * BATCH_SLABS);
+    assert!(size_of::<PagedCopyBatchArgs>() == BATCH);
     assert!(size_of::<PagedCopyBatchArgs>() <= 4096);
     assert!(offset_of!(PagedCopySlab, slots) == 8);
     assert!(offset_of!(PagedCopyBatchArgs, planes) == 200);
@@ -175,7 +198,7 @@ const _: () = {
     assert!(offset_of!(PagedCopyBatchArgs, slabs) == 216);
     assert!(size_of::<PagedCopyError>() == 32);
     assert!(size_of::<PagedCopyArgs>() == 200);
-    assert!(size_of::<PagedCopyInlineArgs>() == 200 + 8 * INLINE_SLOTS);
+    assert!(size_of::<PagedCopyInlineArgs>() == INLINE);
     assert!(size_of::<PagedCopyInlineArgs>() <= 4096);
     assert!(offset_of!(PagedCopyError, token) == 8);
     assert!(offset_of!(PagedCopyError, slot) == 16);
@@ -241,11 +264,12 @@ const NAMES: [&CStr; Entry::COUNT] = [
     c"maru_gather_16_batch",
     c"maru_scatter_16_batch",
     c"maru_scatter_16_layers",
+    c"maru_scatter_16_layers_inline",
 ];
 
 impl Entry {
     /// Entry points of the image.
-    pub const COUNT: usize = 23;
+    pub const COUNT: usize = 24;
 
     /// The entry for a direction, an access width (a power of two, at most 16; anything else is taken as
     /// the next lower one) and slots by value or in device memory.
@@ -277,14 +301,15 @@ impl Entry {
         }
     }
 
-    /// The entry for many slabs whose layers are told of as they come, full width; loads only.
-    pub fn layers() -> Self {
-        Entry(22)
+    /// The entry for slabs whose layers are told of as they come, full width; loads only. `inline`: for one slab, its
+    /// slots by value.
+    pub fn layers(inline: bool) -> Self {
+        Entry(22 + u8::from(inline))
     }
 
     /// Every entry point.
     pub fn all() -> impl Iterator<Item = Entry> {
-        (0..23).map(Entry)
+        (0..24).map(Entry)
     }
 
     /// Position in [`Entry::all`].
@@ -314,7 +339,8 @@ mod tests {
         }
         assert_eq!(Entry::batch(Direction::Gather).name(), c"maru_gather_16_batch");
         assert_eq!(Entry::batch(Direction::Scatter).name(), c"maru_scatter_16_batch");
-        assert_eq!(Entry::layers().name(), c"maru_scatter_16_layers");
+        assert_eq!(Entry::layers(false).name(), c"maru_scatter_16_layers");
+        assert_eq!(Entry::layers(true).name(), c"maru_scatter_16_layers_inline");
         assert_eq!(Entry::all().count(), Entry::COUNT);
         assert!(Entry::all().enumerate().all(|(i, e)| e.index() == i));
     }

@@ -194,16 +194,24 @@ impl<'a> Session<'a> {
         let Some(mut layers) = planned.filter(|_| !self.capturing) else { return Ok(None) };
         // Before the slots, whose buffers would be taken in vain.
         let Some(ticket) = kernel.tickets.take_layered()? else { return Ok(None) };
-        let uploaded = self.upload_slots(&mut layers.batch, jobs);
+        let uploaded = if layers.is_inline() { Ok(true) } else { self.upload_slots(&mut layers.batch, jobs) };
         let told = uploaded.as_ref().is_ok_and(|there| *there).then(|| ticket.payload.next()).flatten();
         let Some(told) = told else {
             kernel.tickets.give_back(ticket, true);
             return uploaded.map(|_| None);
         };
         told.by(&mut layers.batch.args.copy);
-        let (args, runs) = (layers.args(told.device()), layers.runs as usize);
-        // SAFETY: the caller's promises, passed on.
-        unsafe { self.launch(&layers.batch, &args, ticket, (Some(told), runs), jobs) }.map(Some)
+        let (words, tells) = (told.device(), (Some(told), layers.runs as usize));
+        match jobs {
+            [job] if layers.is_inline() => {
+                let args = layers.inline_args(words, layers.batch.slots(job));
+                // SAFETY: the caller's promises, passed on.
+                unsafe { self.launch(&layers.batch, &args, ticket, tells, jobs) }
+            }
+            // SAFETY: as above.
+            _ => unsafe { self.launch(&layers.batch, &layers.args(words), ticket, tells, jobs) },
+        }
+        .map(Some)
     }
 
     /// Puts the slots of jobs where their launch reads them; false if there is no room now.
@@ -221,8 +229,8 @@ impl<'a> Session<'a> {
     /// Launches jobs together, telling of so many runs.
     ///
     /// # Safety
-    /// As [`Session::put_many`]; the arguments are those of the launch's entry, made of these jobs and their uploaded
-    /// slots.
+    /// As [`Session::put_many`]; the arguments are those of the launch's entry, made of these jobs and their slots, where
+    /// those are uploaded.
     unsafe fn launch<T>(
         &self,
         batch: &BatchLaunch,

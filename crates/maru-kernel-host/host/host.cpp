@@ -39,9 +39,6 @@ constexpr Inline kInline[] = {
     maru_scatter_8_inline, maru_scatter_16_inline,
 };
 
-using OfLayers = void (*)(PagedCopyLayersArgs);
-
-constexpr OfLayers kLayers = maru_scatter_16_layers;
 constexpr OfBatch kBatch[] = {maru_gather_16_batch, maru_scatter_16_batch};
 
 }  // namespace
@@ -53,9 +50,12 @@ extern "C" unsigned long long maru_host_launch(unsigned int entry, unsigned int 
     host_misaligned = 0;
     host_accesses = 0;
     const unsigned int pair = entry / 2;
-    if (entry == 22) {
+    if (entry == 23) {
+        const auto &layers = *static_cast<const PagedCopyLayersInlineArgs *>(args);
+        for_each_thread(blocks, threads, descending, [&] { maru_scatter_16_layers_inline(layers); });
+    } else if (entry == 22) {
         const auto &layers = *static_cast<const PagedCopyLayersArgs *>(args);
-        for_each_thread(blocks, threads, descending, [&] { kLayers(layers); });
+        for_each_thread(blocks, threads, descending, [&] { maru_scatter_16_layers(layers); });
     } else if (entry >= 20) {
         const auto &batch = *static_cast<const PagedCopyBatchArgs *>(args);
         for_each_thread(blocks, threads, descending, [&] { kBatch[entry - 20](batch); });

@@ -186,10 +186,16 @@ pub unsafe fn run_layers(
     copy.counters = told.counters.as_mut_ptr() as u64;
     copy.seen = told.words[1].as_mut_ptr() as u64;
     copy.value = value;
-    let args = launch.args(told.words[0].as_mut_ptr() as u64);
+    let words = told.words[0].as_mut_ptr() as u64;
     let shape = (launch.batch.entry.index(), launch.batch.blocks, launch.batch.threads);
-    // SAFETY: the caller's promise; the entry takes these arguments, and the words live until it has run.
-    unsafe { start_entry(shape, &args, options.descending, ran) };
+    if launch.is_inline() {
+        let args = launch.inline_args(words, launch.batch.slots(jobs.first()?));
+        // SAFETY: the caller's promise; the entry takes these arguments, and the words live until it has run.
+        unsafe { start_entry(shape, &args, options.descending, ran) };
+    } else {
+        // SAFETY: as above.
+        unsafe { start_entry(shape, &launch.args(words), options.descending, ran) };
+    }
     Some(told)
 }
 

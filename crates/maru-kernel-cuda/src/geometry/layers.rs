@@ -4,7 +4,8 @@ use maru_layout::{CopyJob, Direction};
 
 use super::batch::{BatchLaunch, alike, overlap, slabs, whole};
 use super::{Limits, MAX_UNITS, division, narrow};
-use crate::abi::{BATCH_SLABS, Entry, PagedCopyBatchArgs, PagedCopyLayersArgs, RUNS};
+use crate::abi::{BATCH_SLABS, Entry, INLINE_SLOTS, PagedCopyBatchArgs, PagedCopyInlineArgs};
+use crate::abi::{PagedCopyLayersArgs, PagedCopyLayersInlineArgs, PagedCopyRuns, RUNS};
 
 /// One launch for all jobs of a list, which tells of its layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,14 +46,15 @@ impl LayersLaunch {
         }
         let (planes_magic, planes_shift) = division(planes);
         let (blocks, threads) = limits.shape(copy.units);
-        copy.slab = 0;
+        let inline = jobs.len() == 1 && copy.tokens as usize <= INLINE_SLOTS;
         let slabs = slabs(jobs, &launch)?;
+        copy.slab = if inline { slabs[0].slab } else { 0 };
         Some(LayersLaunch {
             batch: BatchLaunch {
                 jobs: jobs.len(),
                 tokens: copy.tokens,
                 first_token: launch.first_token,
-                entry: Entry::layers(),
+                entry: Entry::layers(inline),
                 blocks,
                 threads,
                 args: PagedCopyBatchArgs { copy, planes, planes_magic, planes_shift, unused: 0, slabs },
@@ -65,9 +67,25 @@ impl LayersLaunch {
         })
     }
 
-    /// The arguments, with the words in device memory that it tells.
+    /// Whether its slots go by value: those of one slab, if they are few enough.
+    pub fn is_inline(&self) -> bool {
+        self.batch.entry == Entry::layers(true)
+    }
+
+    /// The arguments, with the words in device memory that it tells; for uploaded slots.
     pub fn args(&self, words: u64) -> PagedCopyLayersArgs {
-        let LayersLaunch { batch, runs, first_units, run_units, pair } = *self;
-        PagedCopyLayersArgs { batch: batch.args, words, runs, first_units, run_units, pair }
+        PagedCopyLayersArgs { batch: self.batch.args, runs: self.runs(words) }
+    }
+
+    /// The same for slots by value.
+    pub fn inline_args(&self, words: u64, slots: &[i64]) -> PagedCopyLayersInlineArgs {
+        let mut slab = PagedCopyInlineArgs { copy: self.batch.args.copy, slots: [0; INLINE_SLOTS] };
+        slab.slots.iter_mut().zip(slots).for_each(|(to, slot)| *to = *slot);
+        PagedCopyLayersInlineArgs { slab, runs: self.runs(words) }
+    }
+
+    fn runs(&self, words: u64) -> PagedCopyRuns {
+        let LayersLaunch { runs, first_units, run_units, pair, .. } = *self;
+        PagedCopyRuns { words, count: runs, first_units, units: run_units, pair }
     }
 }

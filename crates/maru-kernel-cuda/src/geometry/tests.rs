@@ -27,13 +27,16 @@ fn spec(block_size: u64, num_blocks: u64) -> StridedSpec {
 }
 
 fn job(tokens: u64, slots: SlotMapping, skip: u64, device: Option<u64>) -> CopyJob {
+    job_of(Direction::Gather, tokens, slots, skip, device)
+}
+
+fn job_of(direction: Direction, tokens: u64, slots: SlotMapping, skip: u64, device: Option<u64>) -> CopyJob {
     let paged = PagedLayout::from_strides(&spec(16, 100_000)).unwrap();
     let slab = SlabLayout::of_cache(&paged, 2, 3, tokens).unwrap();
     let bases: Vec<u64> = (0..6).map(|i| 0x1000_0000 * (i + 1)).collect();
     let plan = Arc::new(CopyPlan::new(&paged, &slab, bases).unwrap());
     let len = plan.slab().bytes();
     let slab = SlabSpan { host: None, device, len };
-    let direction = Direction::Gather;
     let request = JobRequest { direction, slab, slots, skip_tokens: skip, partial: true, layers: None };
     CopyJob::new(plan, request).unwrap()
 }
@@ -174,4 +177,36 @@ proptest! {
         prop_assert_eq!(wide_quotient(edge, d), edge / d);
         prop_assert_eq!(wide_quotient(edge.saturating_sub(1), d), edge.saturating_sub(1) / d);
     }
+}
+
+#[test]
+fn by_layer_one_slab_of_few_tokens_passes_its_slots_by_value() {
+    let load = |tokens: u64, skip| {
+        let slots = host(i64::try_from(tokens).unwrap());
+        job_of(Direction::Scatter, tokens, slots, skip, Some(0x5000))
+    };
+    let plan = |jobs: &[CopyJob]| LayersLaunch::new(jobs, 0x9000, Limits::blocks(4), 1).unwrap();
+    for (tokens, skip, inline) in [(1, 0, true), (256, 0, true), (257, 0, false), (300, 44, true)] {
+        let jobs = [load(tokens, skip)];
+        let launch = plan(&jobs);
+        assert_eq!((launch.is_inline(), launch.runs), (inline, 3), "{tokens} tokens, {skip} skipped");
+        let args = launch.inline_args(0x7000, launch.batch.slots(&jobs[0]));
+        let moved = i64::from(launch.batch.tokens);
+        if inline {
+            let first = i64::try_from(skip).unwrap();
+            assert_eq!(
+                args.slab.slots[..launch.batch.tokens as usize],
+                (first..first + moved).collect::<Vec<_>>()
+            );
+            assert_eq!(args.slab.copy.slab, launch.batch.args.slabs[0].slab);
+            assert_eq!((args.runs.words, args.runs.count, args.runs.pair), (0x7000, 3, 1));
+        }
+    }
+    assert!(
+        !plan(&[
+            load(1, 0),
+            job_of(Direction::Scatter, 1, SlotMapping::from_slots(vec![5]), 0, Some(0x9000))
+        ])
+        .is_inline()
+    );
 }
