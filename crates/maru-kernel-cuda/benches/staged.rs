@@ -23,7 +23,7 @@ use cases::job;
 use common::{Bench, PROFILES, TOKENS, events, median, timed};
 use gpu::{Gpu, Stream, cu};
 
-/// Ring in MiB, buffers, blocks (0 = one per multiprocessor).
+/// Ring in MiB, buffers, blocks (0 = half as many as multiprocessors).
 const RINGS: [(u64, u64, u32); 9] = [
     (128, 4, 0),
     (128, 2, 0),

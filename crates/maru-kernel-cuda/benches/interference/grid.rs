@@ -46,7 +46,7 @@ pub(crate) enum MoverKind {
     Flat,
     /// The kernel on host memory, at most so many thread blocks.
     Direct(u32),
-    /// Through a ring: MiB, buffers, thread blocks (0: one per multiprocessor).
+    /// Through a ring: MiB, buffers, thread blocks (0: half as many as multiprocessors).
     Staged(u64, u64, u32),
     /// Copies by the driver, no kernel of ours.
     Fallback,
@@ -57,7 +57,7 @@ impl fmt::Display for MoverKind {
         match self {
             MoverKind::Flat => f.write_str("flat copy"),
             MoverKind::Direct(blocks) => write!(f, "direct {blocks}"),
-            MoverKind::Staged(ring, buffers, 0) => write!(f, "staged {ring}M/{buffers} all"),
+            MoverKind::Staged(ring, buffers, 0) => write!(f, "staged {ring}M/{buffers} half"),
             MoverKind::Staged(ring, buffers, blocks) => write!(f, "staged {ring}M/{buffers} b{blocks}"),
             MoverKind::Fallback => f.write_str("fallback"),
         }
@@ -68,7 +68,7 @@ impl fmt::Display for MoverKind {
 pub(crate) fn movers() -> Vec<MoverKind> {
     let direct = [1, 2, 3, 4, 8].map(MoverKind::Direct);
     let rings = [128, 64, 32].into_iter().flat_map(|ring| [2, 4, 8].map(|buffers| (ring, buffers)));
-    let staged = rings.flat_map(|(ring, buffers)| [0, 32].map(|b| MoverKind::Staged(ring, buffers, b)));
+    let staged = rings.flat_map(|(ring, buffers)| [0, 32, 132].map(|b| MoverKind::Staged(ring, buffers, b)));
     let mut all = vec![MoverKind::Flat];
     all.extend(direct);
     all.extend(staged);

@@ -47,7 +47,8 @@ pub struct StagedOptions {
     pub ring_bytes: u64,
     /// Buffers that it is cut into.
     pub buffers: u64,
-    /// Thread blocks of a kernel between ring and pages; 0 = one per multiprocessor.
+    /// Thread blocks of a kernel between ring and pages; 0 = one for every other multiprocessor, as fast as one for each
+    /// and easier on what computes meanwhile.
     pub blocks: u32,
 }
 
@@ -130,7 +131,7 @@ impl StagedMover {
             ring.buffers.push(Buffer { addr: memory.addr() + i * buffer_bytes, full, free: None });
         }
         let blocks = match options.blocks {
-            0 => multiprocessors(kernel)?,
+            0 => multiprocessors(kernel)?.div_ceil(2),
             n => n,
         };
         let options = LaunchOptions::default().with_sm_budget(blocks);
