@@ -60,7 +60,7 @@ mod grid_tests {
     #[test]
     fn the_whole_grid_has_every_ring_and_starts_with_the_flat_copy() {
         let all = names(&[]);
-        assert_eq!(all.len(), 1 + 5 + 18 + 1);
+        assert_eq!(all.len(), 1 + 5 + 27 + 1);
         assert_eq!(all[0], "flat copy");
         let mut unique = all.clone();
         unique.sort();
@@ -73,7 +73,7 @@ mod grid_tests {
         assert_eq!(names(&["direct 2"]), ["flat copy", "direct 2"]);
         assert_eq!(
             names(&["32M/2", "fallback"]),
-            ["flat copy", "staged 32M/2 all", "staged 32M/2 b32", "fallback"]
+            ["flat copy", "staged 32M/2 half", "staged 32M/2 b32", "staged 32M/2 b132", "fallback"]
         );
         assert_eq!(names(&["no such mover"]), ["flat copy"]);
     }
