@@ -47,6 +47,17 @@ impl Piece {
     pub fn room(&self) -> u64 {
         self.pitch * self.height * self.runs
     }
+
+    /// Cuts it behind so many spans; `None` where that leaves one part empty, or if it has several runs.
+    pub fn split(&self, spans: u64) -> Option<(Piece, Piece)> {
+        if self.runs != 1 || spans == 0 || spans >= self.height {
+            return None;
+        }
+        let offset = self.offset.checked_add_unsigned(spans.checked_mul(self.pitch)?)?;
+        let first = self.first.checked_add(u32::try_from(spans).ok()?)?;
+        let rest = Piece { offset, first, height: self.height - spans, ..*self };
+        Some((Piece { height: spans, ..*self }, rest))
+    }
 }
 
 /// The pieces of one job.

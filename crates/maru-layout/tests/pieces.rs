@@ -15,8 +15,8 @@ use std::sync::Arc;
 use common::bf16;
 use maru_layout::oracle::Reference;
 use maru_layout::{
-    Axis, CacheSpec, CopyJob, CopyPlan, Direction, JobRequest, JobSlots, PagedLayout, SlabLayout, SlabSpan,
-    SlotMapping,
+    Axis, CacheSpec, CopyJob, CopyPlan, Direction, JobRequest, JobSlots, PagedLayout, Piece, SlabLayout,
+    SlabSpan, SlotMapping,
 };
 use proptest::prelude::*;
 
@@ -100,7 +100,7 @@ fn carry_out(job: &CopyJob, cache: &mut [u8], slab: &mut [u8]) {
     }
 }
 
-fn copy_spans(piece: &maru_layout::Piece, slab_at: u64, slab: &mut [u8], ring: &mut [u8], to_ring: bool) {
+fn copy_spans(piece: &Piece, slab_at: u64, slab: &mut [u8], ring: &mut [u8], to_ring: bool) {
     for (run, i) in (0..piece.runs).flat_map(|run| (0..piece.height).map(move |i| (run, i))) {
         let at = slab_at + run * piece.run_stride + i * piece.pitch;
         let s = usize::try_from(i64::try_from(at).unwrap() + piece.offset).unwrap();
@@ -129,6 +129,7 @@ proptest! {
         n in 1usize..=12,
         skip in 0u64..4,
         most in 1u64..9,
+        cut in 0u64..9,
         layers in prop_oneof![Just(None), Just(Some((1u32, 2u32))), Just(Some((0, 1))), Just(Some((2, 1)))],
         store in any::<bool>(),
     ) {
@@ -143,7 +144,12 @@ proptest! {
         let (mut cache2, mut slab2) = (cache.clone(), slab.clone());
         carry_out(&whole, &mut cache2, &mut slab2);
         let mut ring = vec![0xEE; (most * strip) as usize];
-        for piece in pieces.list() {
+        let cut = |piece: &Piece| match piece.split(cut) {
+            Some((head, rest)) => vec![head, rest],
+            None => vec![*piece],
+        };
+        prop_assert_eq!(pieces.list().iter().flat_map(cut).map(|p| p.room()).sum::<u64>(), pieces.list().iter().map(Piece::room).sum::<u64>());
+        for piece in &pieces.list().iter().flat_map(cut).collect::<Vec<_>>() {
             prop_assert!(piece.room() <= most * strip);
             let staged = pieces.staged(piece, Some(0), Some(0));
             prop_assert!(staged.access_bytes() >= 1);
@@ -163,6 +169,21 @@ proptest! {
             prop_assert!(cache == c && slab == s);
         }
     }
+}
+
+#[test]
+fn a_piece_is_cut_between_its_spans() {
+    let w = world();
+    let strip = 48 * TOKENS;
+    let all = job(&w, Direction::Scatter, &[3, 7], 1, None).pieces(6 * strip).expect("packed");
+    let piece = all.list()[0];
+    let (head, rest) = piece.split(4).expect("six spans");
+    assert_eq!((head.height, rest.height, rest.lead), (4, 2, piece.lead));
+    assert_eq!(rest.offset - head.offset, i64::try_from(4 * strip).unwrap());
+    assert!([0, 6, 7, u64::MAX].iter().all(|spans| piece.split(*spans).is_none()));
+    // K and V of a layer: two runs.
+    let both = job(&w, Direction::Scatter, &[3, 7], 0, Some((1, 1))).pieces(2 * strip).expect("packed");
+    assert!(both.list()[0].split(1).is_none());
 }
 
 #[test]

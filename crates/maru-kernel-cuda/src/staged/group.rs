@@ -13,7 +13,7 @@ pub(super) struct Group<'a> {
     /// The step they belong to; a buffer never holds pieces of two.
     pub(super) step: usize,
     /// Each with its offset in the buffer.
-    members: Vec<(&'a Pieces, &'a Piece, u64)>,
+    members: Vec<(&'a Pieces, Piece, u64)>,
 }
 
 /// Cuts steps into groups for buffers of `room` bytes.
@@ -24,16 +24,37 @@ pub(super) fn groups<'a>(steps: &[LaunchStep<'a, Pieces>], room: u64) -> Vec<Gro
             let direction = pieces.job().direction();
             for piece in pieces.list() {
                 match groups.last_mut() {
-                    Some(group) if group.takes(index, direction, piece, room) => group.add(pieces, piece),
+                    Some(group) if group.takes(index, direction, piece, room) => group.add(pieces, *piece),
                     _ => {
-                        let members = vec![(pieces, piece, 0)];
-                        groups.push(Group { direction, step: index, members });
+                        let mut group = Group { direction, step: index, members: Vec::with_capacity(1) };
+                        group.add(pieces, *piece);
+                        groups.push(group);
                     }
                 }
             }
         }
     }
+    taper(&mut groups, room);
     groups
+}
+
+/// Loads end with a kernel and stores begin with one, and nothing is copied meanwhile: lets that be little.
+fn taper(groups: &mut Vec<Group<'_>>, room: u64) {
+    // What fits one buffer stays on one stream.
+    if groups.len() < 2 {
+        return;
+    }
+    let little = room / 8;
+    let cuts = |group: &Group<'_>, direction| group.direction == direction && group.end() >= room / 2;
+    if let Some(last) = groups.pop_if(|last| cuts(last, Direction::Scatter)) {
+        let most = last.end() - little;
+        groups.extend(last.cut(most));
+    }
+    if cuts(&groups[0], Direction::Gather) {
+        let first = groups.remove(0);
+        let plane = first.members.first().map_or(0, |(_, piece, _)| piece.pitch);
+        groups.splice(..0, first.cut(little.max(plane)));
+    }
 }
 
 impl<'a> Group<'a> {
@@ -57,8 +78,24 @@ impl<'a> Group<'a> {
         self.step == other.step && self.direction == other.direction
     }
 
-    fn add(&mut self, pieces: &'a Pieces, piece: &'a Piece) {
+    fn add(&mut self, pieces: &'a Pieces, piece: Piece) {
         self.members.push((pieces, piece, self.end()));
+    }
+
+    /// Cuts it in two, the first of which takes at most so many bytes of a buffer, or in one where that cannot be.
+    fn cut(self, most: u64) -> impl Iterator<Item = Group<'a>> {
+        let empty = || Group { direction: self.direction, step: self.step, members: Vec::new() };
+        let mut parts = [empty(), empty()];
+        for (pieces, piece, at) in self.members {
+            match piece.split(most.saturating_sub(at) / piece.pitch.max(1)) {
+                Some((head, rest)) if at + piece.room() > most => {
+                    parts[0].add(pieces, head);
+                    parts[1].add(pieces, rest);
+                }
+                _ => parts[usize::from(at + piece.room() > most)].add(pieces, piece),
+            }
+        }
+        parts.into_iter().filter(|part| !part.members.is_empty())
     }
 
     /// The jobs between buffer and pages.
@@ -126,4 +163,93 @@ fn spans_of(piece: &Piece, host: u64, buffer: u64) -> impl Iterator<Item = Spans
     };
     let copies = if whole { 1 } else { piece.runs };
     (0..copies).map(move |run| spans.shifted(run * host_step, run * device_step))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use maru_layout::{
+        CopyPlan, DType, JobRequest, PagedLayout, RowKind, SlabLayout, SlabSpan, SlotMapping, StridedSpec,
+    };
+
+    use super::*;
+
+    /// Of 2 x 4 planes, 32 rows of 256 bytes each: 8 KiB a plane, 64 KiB a slab.
+    fn slabs(direction: Direction, count: u64) -> Vec<CopyJob> {
+        let spec = StridedSpec {
+            dtype: DType::Bf16,
+            row_kind: RowKind::Plain,
+            kv_planes: 2,
+            kv_stride: 1 << 12,
+            layers: 1,
+            layer_stride: 0,
+            num_blocks: 1000,
+            block_size: 16,
+            num_heads: 2,
+            head_size: 64,
+            block_stride: 1 << 16,
+            token_stride: 256,
+            head_stride: 128,
+        };
+        let paged = PagedLayout::from_strides(&spec).unwrap();
+        let slab = SlabLayout::of_cache(&paged, 2, 4, 32).unwrap();
+        let bases: Vec<u64> = (1..=8).map(|i| 0x1000_0000 * i).collect();
+        let plan = Arc::new(CopyPlan::new(&paged, &slab, bases).unwrap());
+        let len = plan.slab().bytes();
+        let job = |i: u64| {
+            let slots: Vec<i64> = (0..32).map(|t| i64::try_from(32 * i + t).unwrap()).collect();
+            let addr = Some(0x10_0000 * (i + 1));
+            let slab = SlabSpan { host: addr, device: addr, len };
+            let slots = SlotMapping::from_slots(slots);
+            let request = JobRequest { direction, slab, slots, skip_tokens: 0, partial: false, layers: None };
+            CopyJob::new(plan.clone(), request).unwrap()
+        };
+        (0..count).map(job).collect()
+    }
+
+    /// Bytes of each group.
+    fn sizes(direction: Direction, count: u64, room: u64) -> Vec<u64> {
+        let pieces: Vec<_> = slabs(direction, count).iter().map(|job| job.pieces(room).unwrap()).collect();
+        let groups = groups(&[LaunchStep::new(&pieces)], room);
+        // Whatever the groups, every byte of every slab passes once, in order.
+        let mut passed = groups.iter().flat_map(|group| &group.members).map(|(pieces, piece, _)| {
+            let slab = pieces.job().slab().host.unwrap();
+            (slab.wrapping_add_signed(piece.offset), piece.bytes())
+        });
+        for job in slabs(direction, count) {
+            let (mut at, end) = (job.slab().host.unwrap(), job.slab().host.unwrap() + 65536);
+            while at < end {
+                let (from, bytes) = passed.next().unwrap();
+                assert_eq!(from, at);
+                at += bytes;
+            }
+            assert_eq!(at, end);
+        }
+        assert!(passed.next().is_none());
+        assert!(groups.iter().all(|group| group.end() <= room && !group.members.is_empty()));
+        groups.iter().map(Group::end).collect()
+    }
+
+    #[test]
+    fn loads_end_and_stores_begin_with_little() {
+        const KIB: u64 = 1024;
+        let kib = |sizes: Vec<u64>| sizes.iter().map(|n| n / KIB).collect::<Vec<_>>();
+        for (slabs, room, load, store) in [
+            // One slab in two buffers: its last, or first, plane alone.
+            (1, 32, vec![32, 24, 8], vec![8, 24, 32]),
+            // Two slabs a buffer, cut within a slab.
+            (4, 128, vec![128, 112, 16], vec![16, 112, 128]),
+            // Planes larger than an eighth of a buffer.
+            (1, 16, vec![16, 16, 16, 8, 8], vec![8, 8, 16, 16, 16]),
+            // A buffer for each plane.
+            (1, 8, vec![8; 8], vec![8; 8]),
+            // One buffer, and little left for the second.
+            (2, 128, vec![128], vec![128]),
+            (3, 160, vec![128, 64], vec![16, 112, 64]),
+        ] {
+            assert_eq!(kib(sizes(Direction::Scatter, slabs, room * KIB)), load, "{slabs} slabs, {room} KiB");
+            assert_eq!(kib(sizes(Direction::Gather, slabs, room * KIB)), store, "{slabs} slabs, {room} KiB");
+        }
+    }
 }
