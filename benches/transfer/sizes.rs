@@ -5,19 +5,35 @@ use std::time::Instant;
 
 use maru::TransferRequest;
 
-use crate::common::{Bench, PROFILES, TOKENS, median};
+use crate::common::{Bench, PROFILES, Profile, TOKENS, median};
 use crate::gpu::{Gpu, Stream, cu};
 use crate::record::Record;
 use crate::{ENGINES, Options, World, slabs};
 
-/// Tokens of a transfer: part of a slab, then whole slabs.
-const SIZES: [u64; 8] = [1, 4, 16, 64, 256, 1024, 4096, 32768];
+/// What rows are called, a profile, tokens of a transfer: part of a slab, then whole slabs. 64 KiB a token, and 256 KiB.
+const SIZES: [(&str, &str, &[u64]); 2] = [
+    ("size", "llama-3.1-8b-fp8", &[1, 4, 16, 64, 256, 1024, 4096, 32768]),
+    ("small", "qwen2.5-32b", &[1, 16]),
+];
 
 pub(crate) fn sizes(gpu: &Gpu, options: &Options, record: &mut Record) -> Result<(), String> {
+    for (what, name, tokens) in SIZES {
+        let profile = PROFILES.iter().find(|p| p.name == name).unwrap();
+        of_profile(gpu, what, (profile, tokens), options, record)?;
+    }
+    Ok(())
+}
+
+fn of_profile(
+    gpu: &Gpu,
+    what: &str,
+    (profile, sizes): (&Profile, &[u64]),
+    options: &Options,
+    record: &mut Record,
+) -> Result<(), String> {
     let (stream, repeats) = (Stream::new(), options.repeats);
-    let profile = PROFILES.iter().find(|p| p.name == "llama-3.1-8b-fp8").unwrap();
-    let token_bytes = profile.layers * profile.heads * profile.head_size * 2;
-    let bench = Bench::new(gpu, profile, SIZES[SIZES.len() - 1] * token_bytes, false);
+    let token_bytes = profile.layers * profile.heads * profile.head_size * 2 * profile.dtype.size();
+    let bench = Bench::new(gpu, profile, sizes.iter().max().unwrap() * token_bytes, false);
     let memory = slabs(gpu, &bench);
     let worlds: Vec<World> = ENGINES.iter().map(|e| World::new(gpu, &bench, profile, e.1, &memory)).collect();
     let (host, half) = (memory.addr().as_ptr() as u64, bench.total() as u64);
@@ -25,8 +41,8 @@ pub(crate) fn sizes(gpu: &Gpu, options: &Options, record: &mut Record) -> Result
         "\nby size, {} {}: microseconds from call to synchronised, ratio to the flat copy",
         profile.name, profile.order
     );
-    for tokens in SIZES {
-        record.progress(format_args!("sizes: {tokens} tokens"));
+    for &tokens in sizes {
+        record.progress(format_args!("sizes: {}, {tokens} tokens", profile.name));
         let n = usize::try_from(tokens * token_bytes).unwrap();
         let rounds = if tokens <= 256 { 200 * repeats } else { 4 * repeats + 8 };
         for (direction, dir) in ["H2D", "D2H"].into_iter().enumerate() {
@@ -65,9 +81,9 @@ pub(crate) fn sizes(gpu: &Gpu, options: &Options, record: &mut Record) -> Result
                 write!(line, " | {engine} ({word}) {time:.1} {ratio:.3} cpu {cpu:.1}").unwrap();
                 let (p, l) = (profile.name, profile.order);
                 record.row(format_args!(
-                    "size,{p},{l},{dir},{engine},{word},{n},{time:.2},us,{flat:.2},{ratio:.4}"
+                    "{what},{p},{l},{dir},{engine},{word},{n},{time:.2},us,{flat:.2},{ratio:.4}"
                 ))?;
-                record.row(format_args!("size cpu,{p},{l},{dir},{engine},{word},{n},{cpu:.2},us,,"))?;
+                record.row(format_args!("{what} cpu,{p},{l},{dir},{engine},{word},{n},{cpu:.2},us,,"))?;
             }
             println!("{line}");
         }
