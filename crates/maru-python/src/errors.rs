@@ -15,7 +15,8 @@ use pyo3::types::PyString;
 
 /// An error before it is a Python object: the stable kind and the message.
 ///
-/// Made without the interpreter, so that code which has released the GIL can make one.
+/// Made without the interpreter, so that code which has released the GIL can make one. Whatever makes one is cold: so the
+/// compiler puts it apart, and what runs when nothing is wrong lies close together, which calls after a launch feel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
     pub(crate) kind: &'static str,
@@ -24,31 +25,37 @@ pub(crate) struct Fault {
 
 impl Fault {
     /// A wrong value: `ValueError`.
+    #[cold]
     pub(crate) fn value(message: impl Into<String>) -> Self {
         Fault { kind: "invalid_argument", message: message.into() }
     }
 
     /// A wrong type or dtype: `TypeError`.
+    #[cold]
     pub(crate) fn wrong_type(message: impl Into<String>) -> Self {
         Fault { kind: "wrong_type", message: message.into() }
     }
 
     /// A number that does not fit: `OverflowError`.
+    #[cold]
     pub(crate) fn overflow(message: impl Into<String>) -> Self {
         Fault { kind: "overflow", message: message.into() }
     }
 
     /// A handle used after it was given up, or in a forked child: `RuntimeError`.
+    #[cold]
     pub(crate) fn state(message: impl Into<String>) -> Self {
         Fault { kind: "invalid_state", message: message.into() }
     }
 
     /// The same error, saying first which argument it is about.
+    #[cold]
     pub(crate) fn of(mut self, argument: impl fmt::Display) -> Self {
         self.message = format!("{argument}: {}", self.message);
         self
     }
 
+    #[cold]
     pub(crate) fn into_py(self, py: Python<'_>) -> PyErr {
         match class_of(py, self.kind) {
             Ok(class) => match class.call1((self.message.as_str(), self.kind)) {
@@ -70,6 +77,7 @@ fn class_of<'py>(py: Python<'py>, kind: &str) -> PyResult<Bound<'py, PyAny>> {
 }
 
 impl From<LayoutError> for Fault {
+    #[cold]
     fn from(e: LayoutError) -> Self {
         let kind = match &e {
             LayoutError::Overflow { .. } | LayoutError::SpanTooLarge { .. } => "overflow",
@@ -80,24 +88,28 @@ impl From<LayoutError> for Fault {
 }
 
 impl From<CxlError> for Fault {
+    #[cold]
     fn from(e: CxlError) -> Self {
         Fault { kind: e.kind(), message: e.to_string() }
     }
 }
 
 impl From<DriverError> for Fault {
+    #[cold]
     fn from(e: DriverError) -> Self {
         Fault { kind: e.kind(), message: e.to_string() }
     }
 }
 
 impl From<ConfigError> for Fault {
+    #[cold]
     fn from(e: ConfigError) -> Self {
         Fault { kind: e.kind(), message: e.to_string() }
     }
 }
 
 impl From<TransferError> for Fault {
+    #[cold]
     fn from(e: TransferError) -> Self {
         match e {
             TransferError::Layout(e) => e.into(),
@@ -155,6 +167,7 @@ pub(crate) fn detached<T: Send>(
     py.detach(|| catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panicked(&*panic))))
 }
 
+#[cold]
 fn panicked(panic: &(dyn Any + Send)) -> Fault {
     let text = panic
         .downcast_ref::<&str>()

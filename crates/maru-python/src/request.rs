@@ -46,6 +46,30 @@ pub(crate) struct Options {
 impl Given<'_, '_> {
     /// The options, for a cache of `layers` layers. What must outlive the transfer goes to `keep`.
     pub(crate) fn read(&self, layers: u64, keep: &mut Keep) -> Result<Options> {
+        match self {
+            // As most calls are.
+            Given {
+                skip_tokens: None,
+                layers: None,
+                by_layer: false,
+                after: None,
+                fingerprint: None,
+                ..
+            } => Ok(Options {
+                skip: 0,
+                partial: self.partial,
+                layers: None,
+                by_layer: None,
+                tokens: args::optional(self.slab_tokens, "slab_tokens")?,
+                fingerprint: None,
+                raw: self.raw,
+            }),
+            _ => self.read_all(layers, keep),
+        }
+    }
+
+    #[inline(never)]
+    fn read_all(&self, layers: u64, keep: &mut Keep) -> Result<Options> {
         let fingerprint = self.fingerprint.filter(|f| !f.is_none());
         let fingerprint = fingerprint.map(|f| f.extract::<u64>()).transpose();
         let after = self.after.filter(|a| !a.is_none());
