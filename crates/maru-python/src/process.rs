@@ -32,17 +32,18 @@ pub(crate) struct Process {
     pid: u32,
     engines: Mutex<Vec<(Place, TransferEngine)>>,
     contexts: Mutex<Vec<(u32, Arc<CudaContext>)>>,
-    in_flight: Mutex<VecDeque<InFlight>>,
+    in_flight: Mutex<VecDeque<Box<InFlight>>>,
     failed: Mutex<Option<Fault>>,
     pub(crate) memory: Memory,
     pub(crate) registrations: Registrations,
     pub(crate) waiters: Waiters,
 }
 
-/// A transfer nobody holds, with what must live until it is over.
-struct InFlight {
-    transfer: Transfer,
-    keep: Keep,
+/// A transfer with what must live until it is over. In a box from first to last: it goes through more hands than would
+/// be worth copying it for.
+pub(crate) struct InFlight {
+    pub(crate) transfer: Transfer,
+    pub(crate) keep: Keep,
 }
 
 /// Objects that a transfer keeps alive: most often a cache, a slab and its slots.
@@ -189,11 +190,11 @@ impl Process {
 
     /// Keeps a transfer of a cache in `place` and its objects until it is over. Whether it is, is asked later, by
     /// [`Process::reap`]: once a transfer and not twice. On the host, and in a graph, it is over now.
-    pub(crate) fn park(&self, place: Place, transfer: Transfer, keep: Keep) {
-        if place == Place::Host || transfer.captured() {
+    pub(crate) fn park(&self, place: Place, flight: Box<InFlight>) {
+        if place == Place::Host || flight.transfer.captured() {
             return;
         }
-        lock(&self.in_flight).push_back(InFlight { transfer, keep });
+        lock(&self.in_flight).push_back(flight);
     }
 
     /// Gives back what finished transfers held, now and then: asking for the oldest of a few finds it over, where
@@ -209,7 +210,7 @@ impl Process {
 
     /// The same if there are so many.
     fn reap_of(&self, _py: Python<'_>, least: usize) {
-        let mut over = SmallVec::<[InFlight; REAPED_AT]>::new();
+        let mut over = SmallVec::<[Box<InFlight>; REAPED_AT]>::new();
         {
             let mut queue = lock(&self.in_flight);
             if queue.len() < least {
@@ -236,7 +237,8 @@ impl Process {
     pub(crate) fn drain(&self) -> (Vec<Py<PyAny>>, Result<(), Fault>) {
         let queue = std::mem::take(&mut *lock(&self.in_flight));
         let mut kept = Vec::new();
-        for InFlight { transfer, keep } in queue {
+        for flight in queue {
+            let InFlight { transfer, keep } = *flight;
             if let Err(e) = transfer.wait() {
                 self.note(e.into());
             }

@@ -8,16 +8,17 @@ use pyo3::prelude::*;
 
 use crate::args::{self, Arg};
 use crate::errors::{Fault, Result, detached, guard};
-use crate::process::{Keep, lock, pid, process};
+use crate::process::{InFlight, Keep, lock, pid, process};
 use crate::region::no_pickle;
 use crate::tensor::stream_or_current;
 use crate::waiting::Waiter;
 
 struct State {
     /// `None` once it is over.
-    transfer: Option<Transfer>,
+    flight: Option<Box<InFlight>>,
+    /// What was kept for it, once it is over.
+    kept: Keep,
     failed: Option<Fault>,
-    keep: Keep,
 }
 
 /// A submitted transfer. Keeps cache, slab, slots and events alive until it is over; letting go of it neither waits
@@ -46,7 +47,11 @@ impl PyTransfer {
             strategy: transfer.strategy(),
             bytes: transfer.bytes(),
             captured: transfer.captured(),
-            state: Mutex::new(State { transfer: Some(transfer), failed: None, keep }),
+            state: Mutex::new(State {
+                flight: Some(Box::new(InFlight { transfer, keep })),
+                kept: Keep::new(),
+                failed: None,
+            }),
         }
     }
 
@@ -78,8 +83,7 @@ impl PyTransfer {
         let (answer, kept) = detached(py, || {
             let mut state = lock(&self.state);
             let answer = question(&mut state);
-            let over = state.transfer.is_none();
-            Ok((answer, if over { std::mem::take(&mut state.keep) } else { Keep::new() }))
+            Ok((answer, std::mem::take(&mut state.kept)))
         })?;
         // With the GIL, outside the lock: an object's finaliser may ask this transfer.
         drop(kept);
@@ -117,14 +121,21 @@ impl State {
         if let Some(fault) = &self.failed {
             return Err(fault.clone());
         }
-        let Some(transfer) = &mut self.transfer else { return Ok(over) };
-        body(transfer).map_err(|e| {
+        let Some(flight) = &mut self.flight else { return Ok(over) };
+        body(&mut flight.transfer).map_err(|e| {
             let fault = Fault::from(e);
             self.failed = Some(fault.clone());
             // What else it reports was caused by the first, or is like it.
-            let _ = self.transfer.take().map(Transfer::wait);
+            let _ = self.end().map(Transfer::wait);
             fault
         })
+    }
+
+    /// The transfer, which ends here; what was kept for it may go when this was said.
+    fn end(&mut self) -> Option<Transfer> {
+        let InFlight { transfer, keep } = *self.flight.take()?;
+        self.kept = keep;
+        Some(transfer)
     }
 
     fn order_before(&mut self, stream: Stream, layer: Option<u32>) -> Result<(), Fault> {
@@ -151,7 +162,7 @@ impl State {
     }
 
     fn wait(&mut self) -> Result<(), Fault> {
-        if let Some(transfer) = self.transfer.take()
+        if let Some(transfer) = self.end()
             && let Err(e) = transfer.wait()
         {
             self.failed.get_or_insert(e.into());
@@ -162,7 +173,7 @@ impl State {
     fn is_done(&mut self) -> Result<bool, Fault> {
         let done = self.with(true, Transfer::is_done)?;
         if done {
-            self.transfer = None;
+            drop(self.end());
         }
         Ok(done)
     }
@@ -260,12 +271,12 @@ impl PyTransfer {
 impl Drop for PyTransfer {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let Some(transfer) = state.transfer.take() else { return };
         if self.pid != pid() {
-            std::mem::forget(transfer);
+            std::mem::forget(state.end());
             return;
         }
+        let Some(flight) = state.flight.take() else { return };
         // Waiting here would stop every thread of the interpreter: whoever comes next looks after it.
-        process().park(self.place, transfer, std::mem::take(&mut state.keep));
+        process().park(self.place, flight);
     }
 }

@@ -16,7 +16,7 @@ pub(crate) use single::single_layer_kv_transfer;
 
 use crate::args;
 use crate::errors::{Fault, Result};
-use crate::process::{Keep, process};
+use crate::process::{InFlight, Keep, process};
 
 fn direction(object: &Bound<'_, PyAny>) -> Result<Direction> {
     match args::int(object, "direction")? {
@@ -36,7 +36,7 @@ fn format(object: &Bound<'_, PyAny>) -> Result<EngineFormat> {
 /// What a device still reads stays alive until the transfer is over; errors in flight go to the log and to
 /// `synchronize()`.
 fn finish(py: Python<'_>, place: Place, transfer: Transfer, keep: Keep) {
-    process().park(place, transfer, keep);
+    process().park(place, Box::new(InFlight { transfer, keep }));
     process().reap(py);
 }
 
