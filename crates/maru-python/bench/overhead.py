@@ -165,6 +165,7 @@ class Rig:
             "Engine.load, slab, by layer": (
                 "", lambda: engine.load(cache, slot, slab, slab_tokens=1, by_layer=True),
             ),
+            "nothing (the clock and an empty call)": ("", lambda: None),
             "torch index (one layer)": ("", lambda: self.tensors[0].view(2, -1, NH * HS)[:, slot]),
         }  # fmt: skip
         return {name: Case({"kind": kind} if kind else {}, call) for name, (kind, call) in calls.items()}

@@ -73,7 +73,10 @@ impl Memory {
     /// On a device, whoever submits a transfer of it keeps the memory alive.
     pub(crate) fn slab(&self, place: Place, foreign: Foreign) -> Result<Slab, Fault> {
         match place {
-            Place::Cuda(device) => with_context(place, || self.device_slab(foreign, device)),
+            Place::Cuda(device) => match self.in_known_region(foreign.addr, foreign.len)? {
+                Some(slab) => Ok(slab),
+                None => with_context(place, || self.device_slab(foreign, device)),
+            },
             _ => self.host_slab(foreign),
         }
     }
@@ -89,12 +92,10 @@ impl Memory {
         Ok(foreign_region(addr, len, Box::new(owner))?.slab(0, len)?)
     }
 
-    /// Memory that a device shall reach: its own, or pinned host memory. The device's context is current.
+    /// Memory that a device shall reach, in no region that is known: its own, or pinned host memory. The device's context
+    /// is current.
     fn device_slab(&self, foreign: Foreign, device: u32) -> Result<Slab, Fault> {
         let Foreign { addr, len, .. } = foreign;
-        if let Some(slab) = self.in_known_region(addr, len)? {
-            return Ok(slab);
-        }
         if let Some(slab) = self.in_known_allocation(addr, len, device)? {
             return Ok(slab);
         }
@@ -158,11 +159,10 @@ impl Memory {
                 && range.ordinal.is_none_or(|n| n == device)
                 && end.is_some_and(|end| end <= range.len)
         };
-        let found = lock(&self.allocations).iter().find(holds).cloned();
+        let slab = |(range, region): &(Allocation, Region)| (range.id, region.slab(addr - range.start, len));
+        let found = lock(&self.allocations).iter().find(holds).map(slab);
         match found {
-            Some((range, region)) if driver::buffer_id(addr) == Some(range.id) => {
-                Ok(Some(region.slab(addr - range.start, len)?))
-            }
+            Some((id, slab)) if driver::buffer_id(addr) == Some(id) => Ok(Some(slab?)),
             _ => Ok(None),
         }
     }
