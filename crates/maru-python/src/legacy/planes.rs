@@ -3,7 +3,8 @@
 use std::sync::{Arc, Mutex};
 
 use maru_layout::{
-    Axis, CacheSpec, EngineFormat, EngineGeometry, EngineOp, EnginePlanes, EnginePointers, TensorDesc,
+    Axis, CacheSpec, DType, EngineFormat, EngineGeometry, EngineOp, EnginePlanes, EnginePointers,
+    LayoutError, SlabLayout, TensorDesc,
 };
 use maru_transfer::{CacheTensor, PagedCache, Place, RegisteredCache, Tensors, TransferEngine};
 use pyo3::intern;
@@ -13,9 +14,10 @@ use crate::driver;
 use crate::errors::{Fault, Result};
 use crate::memory::{mapped, still_mapped, with_context};
 use crate::process::{lock, process};
+use crate::tensor::Dims;
 use crate::words::Words;
 
-/// Caches and pointer lists remembered; the oldest is forgotten first.
+/// Caches, pointer lists and slab geometries remembered; the oldest is forgotten first.
 const MOST: usize = 64;
 /// The same for single layers, of which a model has many.
 const MOST_LAYERS: usize = 512;
@@ -25,44 +27,95 @@ const MOST_LAYERS: usize = 512;
 pub(crate) struct Registrations {
     caches: Mutex<Vec<(Key, RegisteredCache)>>,
     lists: Mutex<Vec<List>>,
-    layers: Mutex<Vec<(LayerKey, RegisteredCache)>>,
+    layers: Mutex<Layers>,
+    parts: Mutex<Vec<(PartKey, SlabLayout)>>,
 }
 
 /// One layer's tensor, as the single-layer call reads it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct LayerKey {
     pub(super) addr: u64,
-    pub(super) desc: TensorDesc,
+    pub(super) shape: Dims,
+    /// In elements.
+    pub(super) strides: Dims,
+    pub(super) dtype: DType,
     pub(super) axes: Vec<Axis>,
     pub(super) place: Place,
 }
 
+/// Layers that were met, with their addresses side by side, where a search is short.
+#[derive(Default)]
+struct Layers {
+    addrs: Vec<u64>,
+    layers: Vec<Layer>,
+}
+
+impl Layers {
+    fn find(&self, key: &LayerKey) -> Option<&Layer> {
+        let mut at = self.addrs.iter().zip(&self.layers).filter(|(addr, _)| **addr == key.addr);
+        at.find(|(_, layer)| layer.key == *key).map(|(_, layer)| layer)
+    }
+
+    fn push(&mut self, layer: Layer) {
+        if self.layers.len() >= MOST_LAYERS {
+            self.addrs.remove(0);
+            self.layers.remove(0);
+        }
+        self.addrs.push(layer.key.addr);
+        self.layers.push(layer);
+    }
+}
+
+struct Layer {
+    key: LayerKey,
+    /// From the first to the last.
+    bytes: u64,
+    cache: RegisteredCache,
+}
+
 /// The cache of one layer's tensor, registered when it is first met. Blocks then.
 pub(super) fn registered_layer(
-    key: &LayerKey,
+    key: LayerKey,
     engine: &TransferEngine,
 ) -> std::result::Result<RegisteredCache, Fault> {
     let layers = &process().registrations.layers;
-    let bytes = key.desc.span_bytes();
-    let known = lock(layers).iter().find(|(k, _)| k == key).map(|(_, cache)| cache.clone());
-    if key.place == Place::Host || known.is_none() {
-        tensor_in_memory(key.place, key.addr, bytes)?;
-    }
-    if let Some(cache) = known {
+    let known = lock(layers).find(&key).map(|layer| (layer.bytes, layer.cache.clone()));
+    if let Some((bytes, cache)) = known {
+        if key.place == Place::Host {
+            tensor_in_memory(key.place, key.addr, bytes)?;
+        }
         return Ok(cache);
     }
-    let tensor = CacheTensor { addr: key.addr, len: bytes, desc: key.desc.clone() };
+    let desc = TensorDesc::strided(&key.shape, &key.strides, key.dtype)?;
+    let bytes = desc.span_bytes();
+    tensor_in_memory(key.place, key.addr, bytes)?;
+    let tensor = CacheTensor { addr: key.addr, len: bytes, desc };
     let spec = CacheSpec { axes: Some(key.axes.clone()), ..CacheSpec::default() };
     // SAFETY: the tensor is kept alive until its transfers are over, and its bytes are memory of its place, as
     // just checked.
     let paged = unsafe { PagedCache::new(&Tensors::PerLayer(vec![tensor]), &spec, key.place, Some(1)) }?;
     let cache = engine.register(paged)?;
-    let mut layers = lock(layers);
-    if layers.len() >= MOST_LAYERS {
-        layers.remove(0);
-    }
-    layers.push((key.clone(), cache.clone()));
+    lock(layers).push(Layer { key, bytes, cache: cache.clone() });
     Ok(cache)
+}
+
+/// Counts, row, strides, element type.
+type PartKey = ([u64; 3], u64, [u64; 3], DType);
+
+/// [`SlabLayout::strided`], remembered: it looks for bytes that two positions share.
+pub(super) fn slab_part(key: PartKey) -> std::result::Result<SlabLayout, LayoutError> {
+    let parts = &process().registrations.parts;
+    if let Some((_, known)) = lock(parts).iter().find(|(k, _)| *k == key) {
+        return Ok(known.clone());
+    }
+    let (counts, row, strides, dtype) = key;
+    let layout = SlabLayout::strided(counts, row, strides, dtype)?;
+    let mut parts = lock(parts);
+    if parts.len() >= MOST {
+        parts.remove(0);
+    }
+    parts.push((key, layout.clone()));
+    Ok(layout)
 }
 
 /// Everything that a registered cache follows from.

@@ -4,7 +4,7 @@ use maru_layout::{Axis, Direction, EngineFormat, SlabLayout};
 use maru_transfer::{Place, Stream, TransferRequest};
 use pyo3::prelude::*;
 
-use super::planes::{LayerKey, registered_layer};
+use super::planes::{LayerKey, registered_layer, slab_part};
 use super::{direction, finish, format, one_per_token, writable};
 use crate::args;
 use crate::errors::{Fault, detached, guard};
@@ -58,13 +58,13 @@ pub(crate) fn single_layer_kv_transfer(
         one_per_token(&slots, part.tokens)?;
         let (Some(layout), Some(axes)) = (layout, axes(&paged, format, part.row)?) else { return Ok(()) };
         let dtype = paged.element.kv().map_err(|e| e.of("vllm_key_value_cache"))?;
-        let desc = paged.desc(dtype).map_err(|e| Fault::from(e).of("vllm_key_value_cache"))?;
-        let key = LayerKey { addr: paged.addr, desc, axes, place };
         let stream = stream_of(py, place, slab.torch || paged.torch, None)?;
+        let (addr, shape, strides) = (paged.addr, paged.shape, paged.strides);
+        let key = LayerKey { addr, shape, strides, dtype, axes, place };
         let foreign = slab.foreign(py, place, layout.bytes());
         let transfer = detached(py, move || {
             let engine = process().engine(place)?;
-            let cache = registered_layer(&key, &engine).map_err(|e| e.of("vllm_key_value_cache"))?;
+            let cache = registered_layer(key, &engine).map_err(|e| e.of("vllm_key_value_cache"))?;
             let slab = process().memory.slab(place, foreign);
             let slab = slab.map_err(|e| e.of("lmc_key_value_cache"))?;
             let request = match direction {
@@ -165,7 +165,7 @@ impl SlabPart {
             .row
             .checked_mul(dtype.size())
             .ok_or_else(|| Fault::overflow("a row does not fit 63 bits"))?;
-        let layout = SlabLayout::strided([self.planes, 1, self.tokens], row, [plane, 0, token], dtype);
+        let layout = slab_part(([self.planes, 1, self.tokens], row, [plane, 0, token], dtype));
         Ok(Some(layout.map_err(|e| Fault::from(e).of("lmc_key_value_cache"))?))
     }
 }
