@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use crate::batch::Place;
 use crate::plan::access;
-use crate::{CopyPlan, LayoutError, SlotMapping};
+use crate::runs::collect;
+use crate::{CopyPlan, LayoutError, Run, Runs, SlotMapping};
 
 /// Which side is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -43,17 +45,6 @@ pub struct JobRequest {
     pub layers: Option<(u32, u32)>,
 }
 
-/// Consecutive tokens whose slots are consecutive.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
-    /// First token.
-    pub token: u64,
-    /// Its slot.
-    pub slot: u64,
-    /// Tokens.
-    pub len: u64,
-}
-
 /// The slots of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -63,7 +54,7 @@ pub enum JobSlots {
         /// One per token, the skipped prefix included.
         slots: Arc<[i64]>,
         /// The tokens that are moved, in token order, as runs.
-        runs: Arc<[Run]>,
+        runs: Runs,
     },
     /// In device memory: the mover checks each against −1 and `0..num_slots` and touches nothing for others.
     Device {
@@ -76,8 +67,8 @@ pub enum JobSlots {
 
 /// A transfer that is safe to carry out: every byte it names lies in the planes and the slab it was made for.
 ///
-/// It can be built by [`CopyJob::new`] only. What it cannot know is whether those memories still exist: that
-/// is the promise of whoever registered them.
+/// It can be built by [`CopyJob::new`] and [`crate::JobBatch`] only. What it cannot know is whether those memories
+/// still exist: that is the promise of whoever registered them.
 #[derive(Clone, Debug)]
 pub struct CopyJob {
     direction: Direction,
@@ -89,19 +80,20 @@ pub struct CopyJob {
     moved: Option<u64>,
     first_layer: u32,
     layer_count: u32,
+    pub(crate) place: Place,
 }
 
 impl CopyJob {
-    /// Checks a request against a plan.
-    ///
-    /// # Errors
-    /// [`LayoutError`]: slab too small or outside 64 bits, more slots than tokens or fewer without
-    /// permission, more to skip than there is, layers outside the cache, a slot outside it, and a slot
-    /// written twice by a scatter.
-    pub fn new(plan: Arc<CopyPlan>, request: JobRequest) -> Result<Self, LayoutError> {
-        let g = *plan.geometry();
-        let (first_layer, layer_count) = layer_range(&plan, request.layers)?;
-        let slab = check_slab(&plan, request.slab, first_layer)?;
+    /// Checks everything of a request but that no slot is written twice. Its runs are added to `runs`, with which the job
+    /// is to be [settled](CopyJob::settle); what an error leaves there says nothing.
+    pub(crate) fn check(
+        plan: &Arc<CopyPlan>,
+        request: JobRequest,
+        runs: &mut Vec<Run>,
+    ) -> Result<Self, LayoutError> {
+        let g = plan.geometry();
+        let (first_layer, layer_count) = layer_range(plan, request.layers)?;
+        let slab = check_slab(plan, request.slab, first_layer)?;
         let tokens = request.slots.len();
         if tokens > g.slab_tokens || (tokens < g.slab_tokens && !request.partial) {
             return Err(LayoutError::SlotCount { slots: tokens, tokens: g.slab_tokens });
@@ -124,17 +116,14 @@ impl CopyJob {
                 (JobSlots::Device { addr, len }, None)
             }
             SlotMapping::Host(slots) => {
-                let runs = check_slots(&slots, request.skip_tokens, g.num_slots)?;
-                if request.direction == Direction::Scatter {
-                    check_duplicates(&runs, g.num_slots)?;
-                }
-                let moved = runs.iter().map(|r| r.len).sum();
-                (JobSlots::Host { slots, runs: runs.into() }, Some(moved))
+                let before = runs.len();
+                let moved = collect(&slots, request.skip_tokens, g.num_slots, runs)?;
+                (JobSlots::Host { slots, runs: Runs::pending(before..runs.len()) }, Some(moved))
             }
         };
         Ok(CopyJob {
             direction: request.direction,
-            plan,
+            plan: Arc::clone(plan),
             slab,
             slots,
             skip: request.skip_tokens,
@@ -142,7 +131,15 @@ impl CopyJob {
             moved,
             first_layer,
             layer_count,
+            place: Place::default(),
         })
+    }
+
+    /// Gives it the runs of all jobs that were checked with it.
+    pub(crate) fn settle(&mut self, all: &Arc<[Run]>) {
+        if let JobSlots::Host { runs, .. } = &mut self.slots {
+            runs.settle(Arc::clone(all));
+        }
     }
 
     /// The same tokens on another plan over the same planes, with another slab at its first layer moved.
@@ -293,123 +290,4 @@ fn check_slab(plan: &CopyPlan, span: SlabSpan, first_layer: u32) -> Result<SlabS
     let shift = u64::from(first_layer) * plan.geometry().slab_layer_stride;
     let shifted = |addr: Option<u64>| addr.map(|a| a + shift);
     Ok(SlabSpan { host: shifted(span.host), device: shifted(span.device), len: span.len - shift })
-}
-
-/// Every slot in range; the moved tokens as runs.
-fn check_slots(slots: &[i64], skip: u64, num_slots: u64) -> Result<Vec<Run>, LayoutError> {
-    let end = i64::try_from(num_slots).unwrap_or(i64::MAX);
-    let bad = || first_out_of_range(slots, end, num_slots);
-    let mut at = usize::try_from(skip).unwrap_or(usize::MAX).min(slots.len());
-    if slots[..at].iter().any(|&s| s < -1 || s >= end) {
-        return Err(bad());
-    }
-    let mut runs: Vec<Run> = Vec::with_capacity((slots.len() - at) / 8 + 1);
-    while let Some(&slot) = slots.get(at) {
-        if slot == -1 {
-            at += 1;
-            continue;
-        }
-        // A run's ends are in range exactly if all of it is.
-        let len = run_length(&slots[at..], slot);
-        let last = slots[at + len - 1];
-        if slot < 0 || last < slot || last >= end {
-            return Err(bad());
-        }
-        runs.push(Run { token: at as u64, slot: slot.unsigned_abs(), len: len as u64 });
-        at += len;
-    }
-    Ok(runs)
-}
-
-/// How many slots from the first on are consecutive; the first is `slot`.
-fn run_length(slots: &[i64], slot: i64) -> usize {
-    const STEP: usize = 8;
-    let mut len = 0;
-    let mut next = slot;
-    // Without a branch per slot, and in a form that compilers turn into vector code.
-    for step in slots.chunks_exact(STEP) {
-        let differ = step.iter().zip(0i64..).fold(0, |acc, (s, k)| acc | (s ^ next.wrapping_add(k)));
-        if differ != 0 {
-            break;
-        }
-        len += STEP;
-        next = next.wrapping_add(STEP as i64);
-    }
-    // A run that wraps past the largest slot is out of range before it wraps.
-    len + slots[len..].iter().zip(0i64..).take_while(|(s, k)| next.checked_add(*k) == Some(**s)).count()
-}
-
-fn first_out_of_range(slots: &[i64], end: i64, num_slots: u64) -> LayoutError {
-    let token = slots.iter().position(|&s| s < -1 || s >= end).unwrap_or(0);
-    let slot = slots.get(token).copied().unwrap_or(-1);
-    LayoutError::SlotOutOfRange { token: token as u64, slot, num_slots }
-}
-
-/// No slot in two runs. A bit per slot where the runs are many for the cache's size, else sorted runs.
-fn check_duplicates(runs: &[Run], num_slots: u64) -> Result<(), LayoutError> {
-    if runs.len() < 2 {
-        return Ok(());
-    }
-    let words = num_slots.div_ceil(64);
-    let twice = match words <= 8 * runs.len() as u64 {
-        true => marked_twice(runs, words),
-        false => sorted_overlap(runs),
-    };
-    match twice {
-        true => Err(find_duplicate(runs)),
-        false => Ok(()),
-    }
-}
-
-fn sorted_overlap(runs: &[Run]) -> bool {
-    // One word a run sorts about twice as fast as two, and slots and runs are seldom longer than this.
-    const LEN_BITS: u32 = 20;
-    let fits = |r: &Run| r.slot >> (64 - LEN_BITS) == 0 && r.len >> LEN_BITS == 0;
-    if runs.iter().all(fits) {
-        let mut order: Vec<u64> = runs.iter().map(|r| (r.slot << LEN_BITS) | r.len).collect();
-        order.sort_unstable();
-        let (slot, len) = (|w: u64| w >> LEN_BITS, |w: u64| w & ((1 << LEN_BITS) - 1));
-        return order.windows(2).any(|w| slot(w[0]) + len(w[0]) > slot(w[1]));
-    }
-    let mut order: Vec<(u64, u64)> = runs.iter().map(|r| (r.slot, r.slot + r.len)).collect();
-    order.sort_unstable();
-    order.windows(2).any(|w| w[0].1 > w[1].0)
-}
-
-fn marked_twice(runs: &[Run], words: u64) -> bool {
-    let mut marks = vec![0u64; usize::try_from(words).unwrap_or(0)];
-    for run in runs {
-        let (mut slot, end) = (run.slot, run.slot + run.len);
-        while slot < end {
-            let (word, bit) = (slot / 64, slot % 64);
-            let n = (64 - bit).min(end - slot);
-            let mask = (u64::MAX >> (64 - n)) << bit;
-            // Slots are below num_slots, so the word exists.
-            let mark = &mut marks[usize::try_from(word).unwrap_or(0)];
-            if *mark & mask != 0 {
-                return true;
-            }
-            *mark |= mask;
-            slot += n;
-        }
-    }
-    false
-}
-
-/// Names the first two tokens of a slot that is written twice.
-fn find_duplicate(runs: &[Run]) -> LayoutError {
-    let mut order: Vec<&Run> = runs.iter().collect();
-    order.sort_unstable_by_key(|r| (r.slot, r.token));
-    let mut last = order[0];
-    for run in &order[1..] {
-        if last.slot + last.len > run.slot {
-            let slot = run.slot;
-            let (a, b) = (last.token + (slot - last.slot), run.token);
-            return LayoutError::DuplicateSlot { slot, first: a.min(b), second: a.max(b) };
-        }
-        if run.slot + run.len > last.slot + last.len {
-            last = run;
-        }
-    }
-    LayoutError::DuplicateSlot { slot: 0, first: 0, second: 0 }
 }

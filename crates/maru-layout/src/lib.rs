@@ -18,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 mod axis;
+mod batch;
 mod desc;
 mod detect;
 mod dtype;
@@ -25,25 +26,29 @@ mod engine_format;
 mod error;
 mod fingerprint;
 mod job;
+mod marks;
 pub mod oracle;
 mod overlap;
 mod paged;
 mod piece;
 mod plan;
+mod runs;
 mod slab;
 mod slots;
 
 pub use axis::Axis;
+pub use batch::JobBatch;
 pub use desc::{MAX_AXES, TensorDesc};
 pub use detect::CacheSpec;
 pub use dtype::DType;
 pub use engine_format::{EngineFormat, EngineGeometry, EngineOp, EnginePlanes, EnginePointers};
 pub use error::LayoutError;
 pub use fingerprint::Fingerprint;
-pub use job::{CopyJob, Direction, JobRequest, JobSlots, Run, SlabSpan};
+pub use job::{CopyJob, Direction, JobRequest, JobSlots, SlabSpan};
 pub use overlap::planes_overlap;
 pub use paged::{ByteStrides, PagedLayout, RowKind, StridedSpec};
 pub use piece::{Piece, Pieces};
 pub use plan::{CopyPlan, Geometry};
+pub use runs::{Run, Runs};
 pub use slab::SlabLayout;
 pub use slots::SlotMapping;
