@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use maru_cxl::Slab;
-use maru_layout::{CopyJob, Direction, LayoutError};
+use maru_layout::{CopyJob, Direction, JobBatch, LayoutError};
 
 use crate::backend::{Backend, DeviceBackend, Enqueued, HostBackend, NativeBackend, Step, TransferBackend};
 use crate::config::{BackendChoice, Config, DeviceChoice, TransferConfig};
@@ -212,8 +212,9 @@ impl TransferEngine {
         if let Some(index) = requests.iter().position(|r| r.stream() != stream) {
             return Err(TransferError::MixedStreams { index });
         }
-        let mut jobs: Vec<CopyJob> =
-            requests.iter().map(TransferRequest::resolve).collect::<Result<_, _>>()?;
+        let mut batch = JobBatch::with_capacity(requests.len());
+        requests.iter().try_for_each(|request| request.resolve_into(&mut batch))?;
+        let mut jobs = batch.finish();
         let mover = pick(cache, &jobs)?;
         let slabs = requests.iter().map(|r| r.slab().clone()).collect();
         jobs.retain(|job| !job.is_empty());

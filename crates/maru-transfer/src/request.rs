@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use maru_cxl::{CxlError, Slab};
-use maru_layout::{CopyJob, Direction, Fingerprint, JobRequest, SlabLayout, SlabSpan, SlotMapping};
+use maru_layout::{
+    CopyJob, CopyPlan, Direction, Fingerprint, JobBatch, JobRequest, SlabLayout, SlabSpan, SlotMapping,
+};
 
 use crate::{RegisteredCache, Stream, TransferError};
 
@@ -115,6 +117,18 @@ impl TransferRequest {
     /// # Errors
     /// [`TransferError`] with the numbers; nothing is changed.
     pub fn resolve(&self) -> Result<CopyJob, TransferError> {
+        let (plan, request) = self.described()?;
+        Ok(CopyJob::new(plan, request)?)
+    }
+
+    /// The same for one of several requests.
+    pub(crate) fn resolve_into(&self, batch: &mut JobBatch) -> Result<(), TransferError> {
+        let (plan, request) = self.described()?;
+        Ok(batch.push(&plan, request)?)
+    }
+
+    /// All that a job needs; its slots are not looked at.
+    fn described(&self) -> Result<(Arc<CopyPlan>, JobRequest), TransferError> {
         let plan = match (&self.layout, self.tokens) {
             (Some(layout), _) => self.cache.plan(layout)?,
             (None, Some(tokens)) => self.cache.chunk_plan(tokens)?,
@@ -147,6 +161,6 @@ impl TransferRequest {
             partial: self.partial,
             layers: self.layers,
         };
-        Ok(CopyJob::new(Arc::clone(&plan), request)?)
+        Ok((plan, request))
     }
 }
