@@ -2,6 +2,7 @@
 //! that read them are over.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys::{self, CUstream};
@@ -21,8 +22,8 @@ const ENTRY_BYTES: usize = CAPACITY as usize * size_of::<i64>();
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Use {
     Free,
-    /// Until the event completes.
-    InFlight,
+    /// Until the event of this entry completes: buffers given back together share one.
+    InFlight(usize),
     /// Being filled; or a driver call failed while it was in use, and nobody knows when it is free.
     Taken,
 }
@@ -32,6 +33,26 @@ struct State {
     /// Position of the oldest entry.
     next: usize,
     entries: Vec<(Ticket, Use)>,
+}
+
+impl State {
+    /// Whether nobody uses an entry any more; then the same is known of all that share its event, which is free to be
+    /// recorded again.
+    ///
+    /// # Safety
+    /// The ring is alive, and its context current.
+    unsafe fn is_free(&mut self, index: usize) -> Result<bool, KernelError> {
+        let Use::InFlight(shared) = self.entries[index].1 else {
+            return Ok(self.entries[index].1 == Use::Free);
+        };
+        // SAFETY: the ring owns the event; the context is current.
+        let over = unsafe { self.entries[shared].0.is_complete() }?;
+        if over {
+            let sharing = self.entries.iter_mut().filter(|(_, used)| *used == Use::InFlight(shared));
+            sharing.for_each(|(_, used)| *used = Use::Free);
+        }
+        Ok(over)
+    }
 }
 
 /// The ring of one kernel.
@@ -60,14 +81,9 @@ impl SlotRing {
     fn take(&self) -> Result<Option<usize>, KernelError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let index = state.next % ENTRIES;
-        let (event, used) = state.entries[index];
-        let free = match used {
-            Use::Free => true,
-            // SAFETY: the ring owns the event; the context is current.
-            Use::InFlight => unsafe { event.is_complete() }?,
-            Use::Taken => false,
-        };
-        if free || used == Use::Taken {
+        // SAFETY: the ring is alive; the context is current.
+        let free = unsafe { state.is_free(index) }?;
+        if free || state.entries[index].1 == Use::Taken {
             state.next = (index + 1) % ENTRIES;
         }
         if !free {
@@ -77,22 +93,23 @@ impl SlotRing {
         Ok(Some(index))
     }
 
-    /// What was queued on `stream` is the last to read an entry.
+    /// What was queued on `stream` is the last to read these entries.
     ///
     /// # Safety
     /// `stream` is a live stream of the current context.
-    unsafe fn give_back(&self, index: usize, stream: CUstream) -> Result<(), KernelError> {
+    unsafe fn give_back(&self, taken: &[usize], stream: CUstream) -> Result<(), KernelError> {
+        let Some(&shared) = taken.first() else { return Ok(()) };
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let (event, used) = &mut state.entries[index];
         // SAFETY: the ring owns the event; the stream is the caller's promise.
-        let recorded = unsafe { event.record(stream) };
-        *used = match &recorded {
-            Ok(()) => Use::InFlight,
+        let recorded = unsafe { state.entries[shared].0.record(stream) };
+        let used = match &recorded {
+            Ok(()) => Use::InFlight(shared),
             // The caller's transfer fails, and waits anyway.
             // SAFETY: the stream is the caller's promise.
             Err(_) if unsafe { synchronize(stream) }.is_ok() => Use::Free,
             Err(_) => Use::Taken,
         };
+        taken.iter().for_each(|&index| state.entries[index].1 = used);
         Ok(recorded?)
     }
 }
@@ -106,74 +123,70 @@ pub(crate) struct SlotLists<'a> {
     entries: Vec<usize>,
     /// Bytes of the last entry that are taken.
     filled: usize,
-    /// Device addresses by host address and length: the jobs of the call hold the lists.
-    known: HashMap<(usize, usize), u64>,
+    /// Bytes of the buffer that are still to be copied: they lie side by side.
+    pending: Range<usize>,
+    known: Known,
 }
 
 impl<'a> SlotLists<'a> {
-    /// No lists yet.
-    ///
     /// # Safety
-    /// `stream` is a live stream, of the context that is current whenever this value is used or dropped; lists
-    /// that it is given stay as they are meanwhile.
+    /// `stream` is a live stream of the ring's context, which is current while this value lives; the lists put stay
+    /// where they are as long.
     pub(crate) unsafe fn new(ring: &'a SlotRing, stream: CUstream) -> Self {
-        SlotLists { ring, stream, entries: Vec::new(), filled: 0, known: HashMap::new() }
+        SlotLists { ring, stream, entries: Vec::new(), filled: 0, pending: 0..0, known: Known::default() }
     }
 
-    /// Device address of a list that was uploaded.
-    pub(crate) fn addr(&self, list: &[i64]) -> Option<u64> {
-        self.known.get(&key(list)).copied()
-    }
-
-    /// Uploads the lists that are not there yet. False if one of them finds no room, because every buffer is in use
-    /// or it is longer than [`CAPACITY`]: the caller then passes the slots by value, rather than wait.
-    pub(crate) fn upload<'l>(&mut self, lists: impl Iterator<Item = &'l [i64]>) -> Result<bool, KernelError> {
-        // Of the last entry, what is still to be copied.
-        let mut from = self.filled;
-        let mut all = true;
-        for list in lists {
-            if self.known.contains_key(&key(list)) {
-                continue;
-            }
-            let bytes = size_of_val(list);
-            if bytes > ENTRY_BYTES {
-                all = false;
-                break;
-            }
-            if self.entries.is_empty() || self.filled + bytes > ENTRY_BYTES {
-                self.copy(from)?;
-                let Some(index) = self.ring.take()? else {
-                    from = self.filled;
-                    all = false;
-                    break;
-                };
-                self.entries.push(index);
-                (from, self.filled) = (0, 0);
-            }
-            let Some(&index) = self.entries.last() else { break };
-            let at = index * ENTRY_BYTES + self.filled;
-            // SAFETY: entry and filling are inside the buffer.
-            let to = unsafe { self.ring.pinned.host().add(at) };
-            // SAFETY: `bytes` more fit the entry, which is ours; no copy reads this part of it yet.
-            unsafe { to.copy_from_nonoverlapping(list.as_ptr().cast(), bytes) };
-            self.known.insert(key(list), self.ring.device.addr() + at as u64);
-            self.filled += bytes;
+    /// Puts a list where the next [`SlotLists::flush`] copies it from, unless it is on the device already. Returns
+    /// where it will be there, or `None` if it finds no room, because every buffer is in use or it is longer than
+    /// [`CAPACITY`]: the caller then passes the slots by value, rather than wait.
+    pub(crate) fn put(&mut self, list: &[i64]) -> Result<Option<u64>, KernelError> {
+        if let Some(addr) = self.known.find(list) {
+            return Ok(Some(addr));
         }
-        self.copy(from)?;
-        Ok(all)
+        let bytes = size_of_val(list);
+        if bytes > ENTRY_BYTES {
+            return Ok(None);
+        }
+        if self.entries.is_empty() || self.filled + bytes > ENTRY_BYTES {
+            let Some(index) = self.ring.take()? else { return Ok(None) };
+            // Entries side by side are one copy; what is left empty at the end of the first is copied along.
+            if self.entries.last().is_none_or(|last| last + 1 != index) {
+                self.copy()?;
+            }
+            self.entries.push(index);
+            self.filled = 0;
+        }
+        let Some(&index) = self.entries.last() else { return Ok(None) };
+        let at = index * ENTRY_BYTES + self.filled;
+        // SAFETY: entry and filling are inside the buffer.
+        let to = unsafe { self.ring.pinned.host().add(at) };
+        // SAFETY: `bytes` more fit the entry, which is ours; no copy reads this part of it yet.
+        unsafe { to.copy_from_nonoverlapping(list.as_ptr().cast(), bytes) };
+        let addr = self.ring.device.addr() + at as u64;
+        self.known.add(list, addr);
+        self.filled += bytes;
+        let from = if self.pending.is_empty() { at } else { self.pending.start };
+        self.pending = from..at + bytes;
+        Ok(Some(addr))
     }
 
-    /// Copies the last entry from a byte on to the device.
-    fn copy(&self, from: usize) -> Result<(), KernelError> {
-        let Some(&index) = self.entries.last().filter(|_| from < self.filled) else { return Ok(()) };
-        let at = index * ENTRY_BYTES + from;
+    /// Copies what was put to the device.
+    pub(crate) fn flush(&mut self) -> Result<(), KernelError> {
+        self.known.settle();
+        self.copy()
+    }
+
+    fn copy(&mut self) -> Result<(), KernelError> {
+        let Range { start, end } = std::mem::take(&mut self.pending);
+        if start == end {
+            return Ok(());
+        }
         // SAFETY: the part is inside the buffer.
-        let staging = unsafe { self.ring.pinned.host().add(at) };
-        let addr = self.ring.device.addr() + at as u64;
+        let staging = unsafe { self.ring.pinned.host().add(start) };
+        let addr = self.ring.device.addr() + start as u64;
         // SAFETY: both have that length and live as long as the ring, which outlives the launches (they keep the
         // kernel alive); the stream is the promise made to `new`.
-        let copied =
-            unsafe { sys::cuMemcpyHtoDAsync_v2(addr, staging.cast(), self.filled - from, self.stream) };
+        let copied = unsafe { sys::cuMemcpyHtoDAsync_v2(addr, staging.cast(), end - start, self.stream) };
         Ok(check("cuMemcpyHtoDAsync", copied)?)
     }
 
@@ -183,13 +196,9 @@ impl<'a> SlotLists<'a> {
     }
 
     fn give_back(&mut self) -> Result<(), KernelError> {
-        // An error of one says nothing of the others.
-        let mut outcome = Ok(());
-        for index in self.entries.drain(..) {
-            // SAFETY: the stream is the promise made to `new`.
-            outcome = outcome.and(unsafe { self.ring.give_back(index, self.stream) });
-        }
-        outcome
+        let entries = std::mem::take(&mut self.entries);
+        // SAFETY: the stream is the promise made to `new`.
+        unsafe { self.ring.give_back(&entries, self.stream) }
     }
 }
 
@@ -202,6 +211,45 @@ impl Drop for SlotLists<'_> {
     }
 }
 
-fn key(list: &[i64]) -> (usize, usize) {
-    (list.as_ptr().addr(), list.len())
+/// A list by host address and length: whoever put it keeps it there.
+type Key = (usize, usize);
+
+/// Where lists are on the device.
+#[derive(Debug, Default)]
+struct Known {
+    /// As they came.
+    lists: Vec<(Key, u64)>,
+    /// How many of them came before the last flush. Within one go every list is new.
+    settled: usize,
+    /// The one that will be asked for next, if they are asked for as they came.
+    next: usize,
+    /// Where in `lists` they are, as far as somebody asked out of order.
+    places: HashMap<Key, usize>,
+    placed: usize,
+}
+
+impl Known {
+    fn find(&mut self, list: &[i64]) -> Option<u64> {
+        if self.settled == 0 {
+            return None;
+        }
+        let key = (list.as_ptr().addr(), list.len());
+        if self.lists.get(self.next).is_none_or(|(found, _)| *found != key) {
+            let unplaced = self.lists.iter().enumerate().skip(self.placed);
+            self.places.extend(unplaced.map(|(place, (key, _))| (*key, place)));
+            self.placed = self.lists.len();
+            self.next = *self.places.get(&key)?;
+        }
+        let (_, addr) = self.lists.get(self.next)?;
+        self.next = (self.next + 1) % self.lists.len();
+        Some(*addr)
+    }
+
+    fn add(&mut self, list: &[i64], addr: u64) {
+        self.lists.push(((list.as_ptr().addr(), list.len()), addr));
+    }
+
+    fn settle(&mut self) {
+        self.settled = self.lists.len();
+    }
 }

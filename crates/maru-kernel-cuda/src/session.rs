@@ -74,7 +74,12 @@ impl<'a> Session<'a> {
             JobSlots::Host { slots, .. } => slots.get(usize::try_from(job.skip()).ok()?..),
             JobSlots::Device { .. } | _ => None,
         });
-        self.lists.upload(lists).map(drop)
+        for list in lists {
+            if self.lists.put(list)?.is_none() {
+                break;
+            }
+        }
+        self.lists.flush()
     }
 
     /// Queues the launches of one job.
@@ -216,14 +221,16 @@ impl<'a> Session<'a> {
 
     /// Puts the slots of jobs where their launch reads them; false if there is no room now.
     fn upload_slots(&mut self, batch: &mut BatchLaunch, jobs: &[CopyJob]) -> Result<bool, KernelError> {
-        if !self.lists.upload(jobs.iter().map(|job| batch.slots(job)))? {
-            return Ok(false);
-        }
+        let mut all = true;
         for (i, job) in jobs.iter().enumerate() {
-            let Some(addr) = self.lists.addr(batch.slots(job)) else { return Ok(false) };
+            let Some(addr) = self.lists.put(batch.slots(job))? else {
+                all = false;
+                break;
+            };
             batch.set_slots(i, addr);
         }
-        Ok(true)
+        self.lists.flush()?;
+        Ok(all)
     }
 
     /// Launches jobs together, telling of so many runs.
@@ -269,8 +276,10 @@ impl<'a> Session<'a> {
         while let Some(mut launch) = launches.next() {
             let told = told.filter(|_| launches.peek().is_none());
             let slots = launch.slots(host);
-            if uploads && self.lists.upload(std::iter::once(slots))? {
-                launch.args.slots = self.lists.addr(slots).unwrap_or(0);
+            let uploaded = if uploads { self.lists.put(slots)? } else { None };
+            if let Some(addr) = uploaded {
+                self.lists.flush()?;
+                launch.args.slots = addr;
             } else if !host.is_empty() {
                 // SAFETY: as for this function.
                 unsafe { self.queue_inline(&launch, slots, told) }?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use maru_layout::{CopyJob, Direction, JobSlots};
+use maru_layout::{CopyJob, Direction, JobBatch, JobSlots};
 
 use super::{Addresses, Launch, Launches, Limits, MAX_UNITS, SlotSource};
 use super::{division, narrow, window};
@@ -29,8 +29,8 @@ pub struct BatchLaunch {
 
 impl BatchLaunch {
     /// Plans the longest beginning of `jobs` that can share a launch: one plan, direction, layers, number of
-    /// tokens and prefix to skip, full access width, slots on the host (`slot_capacity` in all). `None` if
-    /// that is fewer than two, or if two of them write the same memory: one after the other they have an order.
+    /// tokens and prefix to skip, full access width, slots on the host (`slot_capacity` in all), and no two that write
+    /// the same memory: one after the other they have an order. `None` if that is fewer than two.
     pub fn new(jobs: &[CopyJob], planes: u64, limits: Limits, slot_capacity: u32) -> Option<Self> {
         let first = jobs.first()?;
         let launch = whole(first, planes, limits)?;
@@ -39,7 +39,8 @@ impl BatchLaunch {
             .min(usize::try_from(slot_capacity / launch.args.tokens).unwrap_or(0))
             .min(usize::try_from(units).unwrap_or(0));
         let taken = jobs.iter().take(most).take_while(|job| alike(first, job)).count();
-        if taken < 2 || overlap(&jobs[..taken]) {
+        let taken = if taken < 2 { taken } else { apart(&jobs[..taken]) };
+        if taken < 2 {
             return None;
         }
         let mut copy = launch.args;
@@ -94,26 +95,33 @@ pub(super) fn slabs(jobs: &[CopyJob], launch: &Launch) -> Option<[PagedCopySlab;
 
 /// Whether two of the jobs, which are [`alike`], write the same memory.
 pub(super) fn overlap(jobs: &[CopyJob]) -> bool {
-    let mut written: Vec<(u64, u64)> = match jobs.first().map(CopyJob::direction) {
-        Some(Direction::Scatter) => jobs
-            .iter()
-            .filter_map(|job| match job.slots() {
-                JobSlots::Host { runs, .. } => Some(runs.iter()),
-                _ => None,
-            })
-            .flatten()
-            .map(|run| (run.slot, run.slot + run.len))
-            .collect(),
-        _ => {
-            let span = |job: &CopyJob| {
-                let start = job.slab().device.unwrap_or(0);
-                (start, start.saturating_add(job.plan().slab().bytes()))
-            };
-            jobs.iter().map(span).collect()
-        }
+    apart(jobs) < jobs.len()
+}
+
+/// How many of the first jobs, which are [`alike`], write other memory than each other.
+fn apart(jobs: &[CopyJob]) -> usize {
+    match jobs.first().map(CopyJob::direction) {
+        Some(Direction::Gather) => slabs_apart(jobs),
+        _ => JobBatch::apart(jobs),
+    }
+}
+
+/// Of stores: all of them, or one.
+fn slabs_apart(jobs: &[CopyJob]) -> usize {
+    let span = |job: &CopyJob| {
+        let start = job.slab().device.unwrap_or(0);
+        (start, start.saturating_add(job.plan().slab().bytes()))
     };
-    written.sort_unstable();
-    written.windows(2).any(|pair| pair[0].1 > pair[1].0)
+    let ascending = |spans: &[(u64, u64)]| spans.windows(2).all(|pair| pair[0].1 <= pair[1].0);
+    let mut written: Vec<(u64, u64)> = jobs.iter().map(span).collect();
+    // Slabs mostly come in the order in which they lie.
+    if !ascending(&written) {
+        written.sort_unstable();
+        if !ascending(&written) {
+            return 1;
+        }
+    }
+    jobs.len()
 }
 
 /// Whether two jobs differ in their slab and slots only.
