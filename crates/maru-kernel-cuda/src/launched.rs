@@ -90,6 +90,10 @@ impl Mark {
 
     /// Waits until a run is there.
     fn wait(&self, run: usize) -> Result<(), KernelError> {
+        // What is over already need not look at a clock.
+        if self.has_told(run) {
+            return Ok(());
+        }
         let begun = Instant::now();
         while self.told.is_some() && begun.elapsed() < POLL {
             if self.has_told(run) {
