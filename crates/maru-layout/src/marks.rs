@@ -62,6 +62,7 @@ impl Marks {
 
     /// Puts the slots of runs into the set.
     pub(crate) fn mark(&mut self, runs: &[Run]) -> Marked {
+        self.touch(runs);
         for run in runs {
             let (mut slot, end) = (run.slot, run.slot + run.len);
             while slot < end {
@@ -76,6 +77,25 @@ impl Marks {
             }
         }
         Marked::New
+    }
+
+    /// Looks at where the runs begin, so that the entries come from far caches all at once instead of one after the other.
+    fn touch(&self, runs: &[Run]) {
+        let last = self.size.saturating_sub(1);
+        let first =
+            |run: &Run| self.table.get(self.first(run.slot / WORD) & last).map_or(0, |entry| entry[0]);
+        std::hint::black_box(runs.iter().fold(0, |all, run| all ^ first(run)));
+    }
+
+    /// Where looking for a word begins, before it is brought into the table.
+    #[inline]
+    fn first(&self, word: u64) -> usize {
+        let first = match self.direct {
+            true => word,
+            // Neighbouring words come far from each other, so that chains stay short.
+            false => word.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32,
+        };
+        usize::try_from(first).unwrap_or(usize::MAX)
     }
 
     #[inline]
@@ -96,12 +116,7 @@ impl Marks {
     fn find(&mut self, word: u32) -> Option<&mut Entry> {
         let key = u64::from(self.epoch) << 32 | u64::from(word);
         let last = self.size.checked_sub(1)?;
-        let first = match self.direct {
-            true => u64::from(word),
-            // Neighbouring words come far from each other, so that chains stay short.
-            false => u64::from(word).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32,
-        };
-        let first = usize::try_from(first).ok()?;
+        let first = self.first(word.into());
         if self.direct && first > last {
             return None;
         }
