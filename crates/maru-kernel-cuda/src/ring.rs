@@ -253,3 +253,34 @@ impl Known {
         self.settled = self.lists.len();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_found_in_any_order_and_as_often_as_asked_for() {
+        let slots: Vec<i64> = (0..40).collect();
+        let list = |i: usize| &slots[i * 4..][..4];
+        let mut known = Known::default();
+        for i in 0..8 {
+            // Within one go nobody asks whether a list came before.
+            assert_eq!(known.find(list(i)), None);
+            known.add(list(i), 100 + i as u64);
+        }
+        known.settle();
+        let orders =
+            [vec![0, 1, 2, 3, 4, 5, 6, 7], vec![0, 1, 5, 6, 2, 7, 0, 0, 3], vec![7, 6, 5, 4, 3, 2, 1, 0]];
+        for i in orders.iter().flatten() {
+            assert_eq!(known.find(list(*i)), Some(100 + *i as u64), "{i}");
+        }
+        assert_eq!((known.find(list(8)), known.find(&list(3)[1..])), (None, None));
+        known.add(list(8), 108);
+        assert_eq!(known.find(list(8)), Some(108));
+        known.add(list(9), 109);
+        known.settle();
+        for i in orders.iter().flatten().chain(&[8, 9, 9]) {
+            assert_eq!(known.find(list(*i)), Some(100 + *i as u64), "{i}");
+        }
+    }
+}
