@@ -42,18 +42,22 @@ struct Scratch {
     marks: Marks,
 }
 
+impl Scratch {
+    const NEW: Scratch = Scratch { runs: Vec::new(), marks: Marks::NEW };
+}
+
 thread_local! {
-    static KEPT: Cell<Option<Box<Scratch>>> = const { Cell::new(None) };
+    static KEPT: Cell<Scratch> = const { Cell::new(Scratch::NEW) };
 }
 
 /// A thread's [`Scratch`], taken for as long as this lives.
 #[derive(Debug)]
-struct Taken(Box<Scratch>);
+struct Taken(Scratch);
 
 impl Taken {
     fn new() -> Self {
         // Nothing is kept when the thread is ending, or by a second one at a time.
-        Taken(KEPT.try_with(Cell::take).ok().flatten().unwrap_or_default())
+        Taken(KEPT.try_with(Cell::take).unwrap_or_default())
     }
 }
 
@@ -63,7 +67,7 @@ impl Drop for Taken {
         scratch.runs.clear();
         scratch.runs.shrink_to(KEPT_RUNS);
         // Of a thread that is ending, nothing is to be kept.
-        let _ = KEPT.try_with(|kept| kept.set(Some(scratch)));
+        let _ = KEPT.try_with(|kept| kept.set(scratch));
     }
 }
 
@@ -114,7 +118,7 @@ impl JobBatch {
     /// # Errors
     /// As [`CopyJob::new`].
     pub fn push(&mut self, plan: &Arc<CopyPlan>, request: JobRequest) -> Result<(), LayoutError> {
-        let Scratch { runs, .. } = &mut *self.scratch.0;
+        let Scratch { runs, .. } = &mut self.scratch.0;
         let before = runs.len();
         let added = CopyJob::check(plan, request, runs).and_then(|mut job| {
             if writes_slots(&job) {
@@ -132,7 +136,7 @@ impl JobBatch {
     /// Sees to it that the runs from `first` on name no slot twice, and which jobs they share none with.
     fn place(&mut self, first: usize, num_slots: u64) -> Result<Place, LayoutError> {
         let expected = RUNS.saturating_mul(self.jobs.capacity());
-        let Scratch { runs, marks } = &mut *self.scratch.0;
+        let Scratch { runs, marks } = &mut self.scratch.0;
         let own = runs.get(first..).unwrap_or_default();
         let begun = self.group != 0;
         if !begun {
@@ -202,7 +206,7 @@ impl CopyJob {
     /// written twice by a scatter.
     pub fn new(plan: Arc<CopyPlan>, request: JobRequest) -> Result<Self, LayoutError> {
         let mut scratch = Taken::new();
-        let Scratch { runs, marks } = &mut *scratch.0;
+        let Scratch { runs, marks } = &mut scratch.0;
         let mut job = CopyJob::check(&plan, request, runs)?;
         if writes_slots(&job) && runs.len() > 1 {
             marks.clear(runs.len(), plan.geometry().num_slots);

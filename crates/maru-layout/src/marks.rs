@@ -41,6 +41,8 @@ pub(crate) enum Marked {
 }
 
 impl Marks {
+    pub(crate) const NEW: Marks = Marks { table: Vec::new(), size: 0, epoch: 0, used: 0, direct: false };
+
     /// Empties the set and prepares for about so many runs of slots below `num_slots`.
     pub(crate) fn clear(&mut self, runs: usize, num_slots: u64) {
         let words = usize::try_from(num_slots.div_ceil(WORD)).unwrap_or(usize::MAX);
