@@ -134,6 +134,34 @@ impl NativeBackend {
         None
     }
 
+    /// Steps as chosen, as far as that can be.
+    ///
+    /// # Safety
+    /// As [`TransferBackend::enqueue_steps`].
+    unsafe fn enqueue_chosen(
+        &self,
+        choice: Choice,
+        table: &Table,
+        steps: &[Step<'_>],
+        stream: Stream,
+    ) -> Result<Vec<Enqueued>, TransferError> {
+        let planes = &table.planes;
+        if let (Choice::CopyEngine, Some(copies)) = (choice, &self.copies) {
+            // SAFETY: the caller's promises, passed on.
+            return unsafe { copies.enqueue_steps(&None, steps, stream) };
+        }
+        let stream = with_exposed_provenance_mut(stream.handle());
+        if let Some((mover, pieces)) = self.pieces(steps, choice, table)
+            // SAFETY: the stream is live by the promise made to `Stream::cuda`.
+            && !unsafe { self.kernel.is_capturing(stream) }?
+        {
+            // SAFETY: the caller's promises, passed on; the stream is not being captured.
+            return unsafe { self.stage(mover, &pieces, steps, planes, stream) };
+        }
+        // SAFETY: the caller's promises, passed on.
+        unsafe { self.launch(steps, planes, stream) }
+    }
+
     /// Steps through the ring.
     ///
     /// # Safety
@@ -176,8 +204,7 @@ impl NativeBackend {
         // live by the promise made to `Stream::cuda`.
         let launched = unsafe { self.kernel.launch_steps(&steps, planes, stream, self.options) }?;
         let completion = |mut queued: Vec<Launched>| match queued.pop() {
-            Some(last) if last.is_captured() => Completion::Captured,
-            Some(last) if queued.is_empty() => Completion::Pending(Box::new(last)),
+            Some(last) if last.is_captured() || queued.is_empty() => completion(last),
             Some(last) => {
                 queued.push(last);
                 Completion::Pending(Box::new(Batch(queued)))
@@ -246,9 +273,19 @@ impl TransferBackend for NativeBackend {
         jobs: &[CopyJob],
         stream: Stream,
     ) -> Result<Enqueued, TransferError> {
-        let step = Step { jobs, after: None };
+        let steps = [Step { jobs, after: None }];
+        let (table, choice) = (Self::table(prepared)?, self.choose(&steps));
+        if let [job] = jobs
+            && (self.staged.is_none() || choice == Choice::Direct)
+        {
+            // One slab needs no lists.
+            let stream = with_exposed_provenance_mut(stream.handle());
+            // SAFETY: the caller's promises, passed on; the stream is live by the promise made to `Stream::cuda`.
+            let launched = unsafe { self.kernel.launch(job, &table.planes, stream, self.options) }?;
+            return Ok(Enqueued { completion: completion(launched), strategy: "direct" });
+        }
         // SAFETY: the caller's promises, passed on.
-        let mut enqueued = unsafe { self.enqueue_steps(prepared, &[step], stream) }?;
+        let mut enqueued = unsafe { self.enqueue_chosen(choice, table, &steps, stream) }?;
         Ok(enqueued.pop().unwrap_or(Enqueued { completion: Completion::Done, strategy: "none" }))
     }
 
@@ -258,23 +295,8 @@ impl TransferBackend for NativeBackend {
         steps: &[Step<'_>],
         stream: Stream,
     ) -> Result<Vec<Enqueued>, TransferError> {
-        let table = Self::table(prepared)?;
-        let planes = &table.planes;
-        let choice = self.choose(steps);
-        if let (Choice::CopyEngine, Some(copies)) = (choice, &self.copies) {
-            // SAFETY: the caller's promises, passed on.
-            return unsafe { copies.enqueue_steps(&None, steps, stream) };
-        }
-        let stream = with_exposed_provenance_mut(stream.handle());
-        if let Some((mover, pieces)) = self.pieces(steps, choice, table)
-            // SAFETY: the stream is live by the promise made to `Stream::cuda`.
-            && !unsafe { self.kernel.is_capturing(stream) }?
-        {
-            // SAFETY: the caller's promises, passed on; the stream is not being captured.
-            return unsafe { self.stage(mover, &pieces, steps, planes, stream) };
-        }
         // SAFETY: the caller's promises, passed on.
-        unsafe { self.launch(steps, planes, stream) }
+        unsafe { self.enqueue_chosen(self.choose(steps), Self::table(prepared)?, steps, stream) }
     }
 
     unsafe fn enqueue_by_layer(
@@ -303,6 +325,13 @@ impl NativeBackend {
     fn table(prepared: &Prepared) -> Result<&Table, TransferError> {
         let table = prepared.as_ref().and_then(|p| p.downcast_ref::<Table>());
         Ok(table.ok_or(KernelError::WrongPlanes)?)
+    }
+}
+
+fn completion(launched: Launched) -> Completion {
+    match launched.is_captured() {
+        true => Completion::Captured,
+        false => Completion::Pending(Box::new(launched)),
     }
 }
 
