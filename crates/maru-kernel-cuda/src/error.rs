@@ -1,6 +1,7 @@
 //! What can go wrong here.
 
 use maru_driver::{DriverError, Unavailable};
+use maru_layout::LayoutError;
 
 /// Errors of the native kernel.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -57,6 +58,9 @@ pub enum KernelError {
     /// A driver call failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
+    /// Pieces that are not of their transfer.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
     /// The kernel was asked to touch memory that the device cannot address.
     #[error(
         "the slab has no device address: its region is not registered with CUDA, so no kernel may touch it"
@@ -101,6 +105,7 @@ impl KernelError {
             | KernelError::ModuleLoad { .. }
             | KernelError::SlabNotAddressable => "not_available",
             KernelError::Driver(error) => error.kind(),
+            KernelError::Layout(error) => error.kind(),
             KernelError::SlotOutOfRange { .. } => "slot_out_of_range",
             KernelError::DeviceOutOfRange { .. }
             | KernelError::TokenTooLarge { .. }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::{CopyJob, CopyPlan, JobSlots, SlabSpan};
+use crate::{CopyJob, CopyPlan, JobSlots, LayoutError, SlabSpan};
 
 /// A run of planes of a job: what moves through a staging buffer at once.
 ///
@@ -147,13 +147,30 @@ impl Pieces {
     }
 
     /// The job that moves a piece between the cache and a staging buffer at this address.
-    pub fn staged(&self, piece: &Piece, host: Option<u64>, device: Option<u64>) -> CopyJob {
-        let plan = match piece.runs {
-            1 => Arc::clone(&self.flat),
-            _ => self.job.plan().windowed(piece.height),
+    ///
+    /// # Errors
+    /// [`LayoutError::LayerRange`] for a piece that is none of these, nor a part of one: its planes are not the slab's.
+    pub fn staged(
+        &self,
+        piece: &Piece,
+        host: Option<u64>,
+        device: Option<u64>,
+    ) -> Result<CopyJob, LayoutError> {
+        let (plan, slab) = (self.job.plan(), self.job.plan().slab());
+        let (plan, runs) = match piece.runs {
+            1 => (Arc::clone(&self.flat), 1),
+            _ if piece.height > slab.layers() => (Arc::clone(plan), 0),
+            _ => (plan.windowed(piece.height), slab.planes()),
         };
-        // The piece came out of a checked job; `list` hands out no others.
+        let layers = plan.geometry().layers;
+        let end = u64::from(piece.first).checked_add(piece.height).filter(|end| *end <= layers);
+        // The job's slab is known to hold the whole, so no product is too large.
+        if end.is_none() || piece.runs != runs || piece.pitch != slab.row_bytes() * slab.tokens() {
+            let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+            let (first, count, layers) = (piece.first, narrow(piece.height), narrow(layers));
+            return Err(LayoutError::LayerRange { first, count, layers });
+        }
         let count = u32::try_from(piece.height).unwrap_or(0);
-        self.job.on_plan(plan, SlabSpan { host, device, len: piece.room() }, piece.first, count)
+        Ok(self.job.on_plan(plan, SlabSpan { host, device, len: piece.room() }, piece.first, count))
     }
 }

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use common::bf16;
 use maru_layout::oracle::Reference;
 use maru_layout::{
-    Axis, CacheSpec, CopyJob, CopyPlan, Direction, JobRequest, JobSlots, PagedLayout, Piece, SlabLayout,
-    SlabSpan, SlotMapping,
+    Axis, CacheSpec, CopyJob, CopyPlan, Direction, JobRequest, JobSlots, LayoutError, PagedLayout, Piece,
+    SlabLayout, SlabSpan, SlotMapping,
 };
 use proptest::prelude::*;
 
@@ -151,7 +151,7 @@ proptest! {
         prop_assert_eq!(pieces.list().iter().flat_map(cut).map(|p| p.room()).sum::<u64>(), pieces.list().iter().map(Piece::room).sum::<u64>());
         for piece in &pieces.list().iter().flat_map(cut).collect::<Vec<_>>() {
             prop_assert!(piece.room() <= most * strip);
-            let staged = pieces.staged(piece, Some(0), Some(0));
+            let staged = pieces.staged(piece, Some(0), Some(0)).unwrap();
             prop_assert!(staged.access_bytes() >= 1);
             let at = whole.slab().host.unwrap();
             if store {
@@ -184,6 +184,34 @@ fn a_piece_is_cut_between_its_spans() {
     // K and V of a layer: two runs.
     let both = job(&w, Direction::Scatter, &[3, 7], 0, Some((1, 1))).pieces(2 * strip).expect("packed");
     assert!(both.list()[0].split(1).is_none());
+}
+
+#[test]
+fn a_piece_of_something_else_is_refused() {
+    let w = world();
+    let strip = 48 * TOKENS;
+    let pieces = job(&w, Direction::Scatter, &[3, 7], 0, None).pieces(6 * strip).expect("packed");
+    let by_layer = job(&w, Direction::Scatter, &[3, 7], 0, Some((1, 1))).pieces(2 * strip).expect("packed");
+    let (piece, window) = (pieces.list()[0], by_layer.list()[0]);
+    let changed = |mut piece: Piece, change: &dyn Fn(&mut Piece)| {
+        change(&mut piece);
+        piece
+    };
+    let others = [
+        changed(piece, &|p| p.height = 7),
+        changed(piece, &|p| p.height = u64::MAX),
+        changed(piece, &|p| p.pitch *= 2),
+        changed(window, &|p| p.height = 1000),
+        changed(window, &|p| p.runs = 3),
+        changed(window, &|p| p.runs = 0),
+    ];
+    for other in others {
+        let refused = pieces.staged(&other, Some(0), Some(0)).unwrap_err();
+        assert!(matches!(refused, LayoutError::LayerRange { .. }), "{other:?}: {refused}");
+    }
+    assert!(
+        pieces.staged(&piece, Some(0), Some(0)).is_ok() && by_layer.staged(&window, Some(0), Some(0)).is_ok()
+    );
 }
 
 #[test]

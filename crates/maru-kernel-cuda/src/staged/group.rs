@@ -1,9 +1,11 @@
 //! What passes through one buffer of the ring, and the copy between slab and buffer.
 
 use cudarc::driver::sys::CUstream;
-use maru_layout::{CopyJob, Direction, Piece, Pieces};
+use maru_layout::{CopyJob, Direction, LayoutError, Piece, Pieces};
 
 use super::spans::Spans;
+use crate::abi::INLINE_SLOTS;
+use crate::ring::CAPACITY;
 use crate::{KernelError, LaunchStep};
 
 /// Pieces that share a buffer: small slabs of one direction travel together, so that neither the copy engine nor
@@ -67,10 +69,15 @@ impl<'a> Group<'a> {
         self.step == step && self.direction == direction && self.end() + piece.room() <= room
     }
 
-    /// The transfers that share launches, none if there is but one.
-    pub(super) fn sharing(&self) -> impl Iterator<Item = &'a CopyJob> {
-        let members = if self.members.len() > 1 { &self.members[..] } else { &[] };
-        members.iter().map(|(pieces, ..)| pieces.job())
+    /// The transfers whose slots a launch reads on the device: those that share one, and those with more slots than go
+    /// by value.
+    pub(super) fn listed(&self) -> impl Iterator<Item = &'a CopyJob> {
+        let shared = self.members.len() > 1;
+        let long = |job: &CopyJob| {
+            let slots = job.tokens() - job.skip();
+            slots > INLINE_SLOTS as u64 && slots <= u64::from(CAPACITY)
+        };
+        self.members.iter().map(|(pieces, ..)| pieces.job()).filter(move |job| shared || long(job))
     }
 
     /// Whether both are of one step and direction.
@@ -99,7 +106,7 @@ impl<'a> Group<'a> {
     }
 
     /// The jobs between buffer and pages.
-    pub(super) fn jobs(&self, buffer: u64) -> Vec<CopyJob> {
+    pub(super) fn jobs(&self, buffer: u64) -> Result<Vec<CopyJob>, LayoutError> {
         self.members.iter().map(|(pieces, piece, at)| pieces.staged(piece, None, Some(buffer + at))).collect()
     }
 
@@ -172,6 +179,7 @@ mod tests {
     use maru_layout::{
         CopyPlan, DType, JobRequest, PagedLayout, RowKind, SlabLayout, SlabSpan, SlotMapping, StridedSpec,
     };
+    use proptest::prelude::*;
 
     use super::*;
 
@@ -229,6 +237,64 @@ mod tests {
         assert!(passed.next().is_none());
         assert!(groups.iter().all(|group| group.end() <= room && !group.members.is_empty()));
         groups.iter().map(Group::end).collect()
+    }
+
+    /// Whether it loads, what it skips, its layers.
+    type Asked = (bool, u64, Option<(u32, u32)>);
+
+    /// Step, slab and place in it of each span.
+    fn spans(step: usize, pieces: &Pieces, piece: &Piece) -> Vec<(usize, Option<u64>, i64, u64)> {
+        let at = |run, span| piece.offset.checked_add_unsigned(run * piece.run_stride + span * piece.pitch);
+        let slab = pieces.job().slab().host;
+        let all = (0..piece.runs).flat_map(|run| (0..piece.height).map(move |span| (run, span)));
+        all.map(|(run, span)| (step, slab, at(run, span).unwrap(), piece.width)).collect()
+    }
+
+    proptest! {
+        /// Slabs of any prefix and layers, both directions, two steps: the same spans in the same order as without cuts,
+        /// in buffers that hold them side by side.
+        #[test]
+        fn cuts_change_no_span(
+            asked in prop::collection::vec((any::<bool>(), 0u64..32, prop::option::of((0u32..4, 1u32..=4))), 1..9),
+            rooms in 2u64..40,
+            second in 0usize..9,
+        ) {
+            let room = rooms * 4096;
+            let plan = slabs(Direction::Scatter, 1)[0].plan().clone();
+            let job = |(i, &(load, skip, layers)): (u64, &Asked)| {
+                let addr = Some(0x10_0000 * (i + 1));
+                let request = JobRequest {
+                    direction: if load { Direction::Scatter } else { Direction::Gather },
+                    slab: SlabSpan { host: addr, device: addr, len: plan.slab().bytes() },
+                    slots: SlotMapping::from_slots((0..32).collect::<Vec<i64>>()),
+                    skip_tokens: skip,
+                    partial: true,
+                    layers: layers.map(|(first, count)| (first, count.min(4 - first))),
+                };
+                CopyJob::new(plan.clone(), request).unwrap().pieces(room).unwrap()
+            };
+            let pieces: Vec<Pieces> = (0..).zip(&asked).map(job).collect();
+            let steps = pieces.split_at(second.min(pieces.len()));
+            let steps = [steps.0, steps.1];
+            let found = groups(&steps.map(LaunchStep::new), room);
+            let mut wanted = Vec::new();
+            for (step, pieces) in steps.iter().enumerate().flat_map(|(i, list)| list.iter().map(move |p| (i, p))) {
+                pieces.list().iter().for_each(|piece| wanted.extend(spans(step, pieces, piece)));
+            }
+            let mut passed = Vec::new();
+            for group in &found {
+                group.members.iter().for_each(|(pieces, piece, _)| passed.extend(spans(group.step, pieces, piece)));
+            }
+            prop_assert_eq!(passed, wanted);
+            for group in &found {
+                let mut end = 0;
+                for (pieces, piece, at) in &group.members {
+                    prop_assert!(*at >= end && pieces.job().direction() == group.direction);
+                    end = at + piece.room();
+                }
+                prop_assert!(0 < end && end <= room);
+            }
+        }
     }
 
     #[test]

@@ -230,7 +230,10 @@ impl Inner {
         let lanes = if groups.len() > 1 { self.kernels.lanes(stream) } else { Lanes::all(stream) };
         // SAFETY: the stream is this value's or the caller's; the steps hold the jobs.
         let mut session = unsafe { Session::uncaptured(&self.kernel, planes, lanes.kernel, self.options) };
-        session.upload(groups.iter().flat_map(Group::sharing))?;
+        // The pieces of a transfer follow each other: one list for all of them.
+        let mut last = std::ptr::null();
+        let listed = groups.iter().flat_map(Group::listed);
+        session.upload(listed.filter(|job| !std::ptr::eq(std::mem::replace(&mut last, *job), *job)))?;
         let start = ring.start;
         let kernel = &self.kernel;
         let mut pipeline = Pipeline { kernel, planes, ring, session, lanes, launched, end_of_loads: None };

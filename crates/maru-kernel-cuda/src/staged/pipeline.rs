@@ -62,7 +62,7 @@ impl<'a> Pipeline<'a> {
             Direction::Gather => {
                 // A store through the ring has no slots on the device, so there is nothing that it could report.
                 let mut parts = Vec::with_capacity(1);
-                let jobs = group.jobs(buffer.addr);
+                let jobs = group.jobs(buffer.addr)?;
                 // SAFETY: the planes are the caller's promise; the buffer holds the group.
                 unsafe { self.session.put_many(&jobs, &mut parts) }?;
             }
@@ -82,7 +82,7 @@ impl<'a> Pipeline<'a> {
         let end = match group.direction {
             Direction::Scatter => {
                 let mut queued = Vec::with_capacity(1);
-                let jobs = group.jobs(buffer.addr);
+                let jobs = group.jobs(buffer.addr)?;
                 // SAFETY: the planes are the caller's promise; the buffer holds the group.
                 unsafe { self.session.put_many(&jobs, &mut queued) }?;
                 let Some(last) = queued.pop() else { return Ok(()) };

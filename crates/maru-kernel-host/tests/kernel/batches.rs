@@ -7,7 +7,7 @@ use maru_kernel_cuda::geometry::Limits;
 use maru_kernel_host::{Layers, Options, Ran, run, run_batch, run_layers};
 use maru_layout::{CopyJob, CopyPlan, DType, Direction, JobRequest, SlabSpan, SlotMapping};
 
-use crate::cases::{Cache, Dims, ORDERS, Rng, compare, job, random_slots};
+use crate::cases::{Cache, Dims, Images, ORDERS, Rng, compare, job, random_slots};
 use crate::memory::Guarded;
 use crate::text;
 
@@ -22,6 +22,7 @@ pub(crate) fn trials() -> Vec<Trial> {
     trials.extend(ORDERS.iter().map(layers));
     trials.push(Trial::test("batch::what_cannot_share_a_launch", refused));
     trials.push(Trial::test("layers::random_ranges", random_ranges));
+    trials.push(Trial::test("layers::slots_by_value", slots_by_value));
     trials.push(Trial::test("layers::what_cannot_share_a_launch", refused_by_layer));
     trials
 }
@@ -221,6 +222,36 @@ fn random_ranges() -> Result<(), Failed> {
         }
         if let [by_layer, one_by_one] = &outcomes[..] {
             compare(&what, by_layer, one_by_one)?;
+        }
+    }
+    Ok(())
+}
+
+/// One slab, around the number of slots that go by value, whole and without its first tokens.
+fn slots_by_value() -> Result<(), Failed> {
+    for (order, tokens) in ORDERS.iter().flat_map(|order| [1, 255, 256, 257, 300].map(|n| (order, n))) {
+        let opaque = order.name == "opaque_blocks";
+        let blocks = if opaque { 300 } else { 75 };
+        let dims =
+            Dims { layers: 3, blocks, block_size: 4, heads: 2, head_size: 8, dtype: DType::Bf16, pad: 8 };
+        let cache = Cache::new(order, dims).map_err(text)?;
+        let mut rng = Rng::new(tokens);
+        let slots = random_slots(&mut rng, 300, usize::try_from(tokens).unwrap(), 7);
+        for (skip, blocks) in [(0, 1), (tokens.saturating_sub(256), 3), (tokens / 2, 2)] {
+            let images = Images::new(&cache, Direction::Scatter, tokens, &slots, skip, &mut rng);
+            let (mut pages, mut slab) = (Guarded::new(&images.cache, 0), Guarded::new(&images.slab, 0));
+            let plan = cache.plan(pages.addr(), tokens).map_err(text)?;
+            let mapping = SlotMapping::from_slots(slots.as_slice());
+            let job = job(&plan, Direction::Scatter, slab.addr(), mapping, skip).map_err(text)?;
+            let options = Options { limits: Limits::blocks(blocks), upload: None, descending: blocks == 2 };
+            let mut ran = Ran::default();
+            // SAFETY: the memory of this function, as large as its plan says.
+            let told = unsafe { run_layers(&[job], 2, 7, options, &mut ran) }.ok_or("not one launch")?;
+            if (told.runs, ran.misaligned) != (2, 0) || told.words[1][..2] != [7, 7] {
+                return Err(format!("{}: {tokens} tokens, {skip} skipped: {told:?}", order.name).into());
+            }
+            compare("cache", &pages.check("cache")?, &images.cache_after)?;
+            compare("slab", &slab.check("slab")?, &images.slab)?;
         }
     }
     Ok(())

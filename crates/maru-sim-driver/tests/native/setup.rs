@@ -120,6 +120,11 @@ impl Setup {
     }
 
     pub(crate) fn job(&self, slots: SlotMapping) -> CopyJob {
+        self.job_of(&self.plan, slots)
+    }
+
+    /// The same with the pages of another plan.
+    pub(crate) fn job_of(&self, plan: &Arc<CopyPlan>, slots: SlotMapping) -> CopyJob {
         let host = Some(self.slab.host.addr().get() as u64);
         let slab = SlabSpan { host, device: Some(self.slab.device), len: self.slab.len as u64 };
         let request = JobRequest {
@@ -130,7 +135,7 @@ impl Setup {
             partial: true,
             layers: None,
         };
-        CopyJob::new(self.plan.clone(), request).unwrap()
+        CopyJob::new(plan.clone(), request).unwrap()
     }
 
     pub(crate) fn host_slots(&self) -> SlotMapping {

@@ -2,9 +2,9 @@
 
 use maru_kernel_cuda::{LaunchStep, PagedCopyKernel, StagedLaunch, StagedMover, StagedOptions};
 use maru_layout::{CopyJob, Direction, Pieces, SlotMapping};
-use maru_sim_driver::Session;
+use maru_sim_driver::{CopyKind, Session};
 
-use crate::cases::{Cache, ORDERS, Rng};
+use crate::cases::{Cache, Dims, ORDERS, Rng, random_slots};
 use crate::common::{Device, Event, Stream, Test, context};
 use crate::setup::{DIMS, Setup};
 
@@ -16,6 +16,7 @@ pub(crate) fn tests() -> Vec<Test> {
         steps_of_both_directions_share_a_pipeline,
         a_bad_slot_is_said_when_all_pieces_are_there,
         no_steps_are_nothing,
+        lists_are_uploaded_before_slabs_are_copied,
     ]
 }
 
@@ -161,4 +162,36 @@ fn no_steps_are_nothing(session: &Session) {
     let empty = unsafe { mover.launch(&[], &planes, stream.0) }.unwrap();
     assert!(none.is_empty() && empty.is_complete().unwrap());
     assert!(session.records().is_empty() && setup.untouched(session));
+}
+
+/// Lists too long for the arguments are there before the first slab is copied, so that none waits for the copy engine: of
+/// slabs that share buffers, of one that is left alone in the last, and of one that passes through several.
+fn lists_are_uploaded_before_slabs_are_copied(session: &Session) {
+    let kernel = PagedCopyKernel::load(context(0)).unwrap();
+    let stream = Stream::new(true);
+    let cache = Cache::new(&ORDERS[0], Dims { blocks: 80, ..DIMS }).unwrap();
+    let setup = |seed| {
+        let mut rng = Rng::new(seed);
+        let slots = random_slots(&mut rng, 320, 320, 0);
+        Setup::with(session, &cache, Direction::Scatter, slots, 0, &mut rng)
+    };
+    let setups: Vec<_> = (0..16).map(setup).collect();
+    // Into the pages of the first; their contents are looked at elsewhere.
+    let plan = &setups[0].plan;
+    let planes = kernel.register(plan).unwrap();
+    let slab = plan.slab().bytes();
+    for (count, buffer) in [(16, 8 * slab), (1, slab / 2)] {
+        let options = StagedOptions::with_ring_bytes(2 * buffer.next_multiple_of(4096)).with_buffers(2);
+        let mover = StagedMover::new(&kernel, options).unwrap();
+        let job = |setup: &Setup| mover.pieces(&setup.job_of(plan, setup.host_slots())).unwrap();
+        let pieces: Vec<Pieces> = setups[..count].iter().map(job).collect();
+        session.clear_records();
+        // SAFETY: cache and slabs live until the transfer is over; the slabs are pinned.
+        unsafe { mover.launch(&pieces, &planes, stream.0) }.unwrap().wait().unwrap();
+        let of_slab = |at: u64| setups.iter().any(|s| (s.slab.device..s.slab.device + slab).contains(&at));
+        let records = session.records();
+        let copies = records.iter().filter(|r| r.kind != CopyKind::Kernel).map(|r| of_slab(r.source));
+        let copies: Vec<bool> = copies.collect();
+        assert!(!copies[0] && copies.is_sorted(), "{count} slabs, whether copies are of slabs: {copies:?}");
+    }
 }
