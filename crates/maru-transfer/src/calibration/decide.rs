@@ -97,7 +97,8 @@ impl Row {
     }
 
     /// The smallest size from which staged was as fast as direct, within 2 % there and at every larger size;
-    /// [`u64::MAX`] if it was not at the largest one.
+    /// [`u64::MAX`] if it was not at the largest ones. The largest alone, timed least often, says nothing against the one
+    /// below it: what staging costs more than direct does not grow with the size.
     ///
     /// Where the measurement ended early, the sizes it did not reach are staged from [`STAGE_FROM`] on.
     pub fn staged_from(&self) -> u64 {
@@ -106,10 +107,13 @@ impl Row {
                 Some((first_missing, _)) => STAGE_FROM.max(*first_missing),
                 None => u64::MAX,
             };
-        for sample in self.samples.iter().rev() {
-            if !sample.staged_is_as_fast() {
-                break;
-            }
+        let mut falling = self.samples.iter().rev();
+        if let [.., below, _] = &self.samples[..]
+            && below.staged_is_as_fast()
+        {
+            falling.next();
+        }
+        for sample in falling.take_while(|sample| sample.staged_is_as_fast()) {
             from = sample.bytes;
         }
         from
