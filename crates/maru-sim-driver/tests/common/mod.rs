@@ -50,6 +50,10 @@ pub(crate) fn each_failing_call<E: std::fmt::Debug>(
     look: impl Fn(u64, Result<(), E>),
 ) {
     for nth in 1.. {
+        // A transfer is seen to be over before the event behind it is.
+        while session.queued() > 0 {
+            std::thread::yield_now();
+        }
         session.fail(function, nth, 801);
         let outcome = run();
         let reached = session.faults_left() == 0;

@@ -195,6 +195,8 @@ fn layers_after_a_lost_context_are_errors(session: &Session) {
     // One that told before: what was there is there.
     let mut earlier = by_layer(&engine, &setup, &stream);
     earlier.wait_layer(2).unwrap();
+    // Not before everything is queued.
+    session.set("delay_us", 50_000);
     session.fail_later("cuLaunchKernel", 1, 700);
     let mut transfer = by_layer(&engine, &setup, &stream);
     for layer in 0..3 {
