@@ -8,6 +8,8 @@ use super::{SIZES, STAGE_FROM};
 /// Staged may take this much of the direct time and is still chosen: it keeps the link's writes away from a busy
 /// GPU's multiprocessors, see docs/performance.md.
 const STILL_AS_FAST: f64 = 1.02;
+/// The same from [`STAGE_FROM`] on: large transfers are what a busy GPU feels, and are timed too few times to tell less.
+const LARGE_STILL_AS_FAST: f64 = 1.05;
 
 /// No time of a batch of at most 64 MiB is longer, in microseconds.
 const LONGEST: f64 = 60e6;
@@ -43,7 +45,8 @@ impl Sample {
     }
 
     fn staged_is_as_fast(&self) -> bool {
-        self.staged_us.is_some_and(|staged| staged <= self.direct_us * STILL_AS_FAST)
+        let most = if self.bytes < STAGE_FROM { STILL_AS_FAST } else { LARGE_STILL_AS_FAST };
+        self.staged_us.is_some_and(|staged| staged <= self.direct_us * most)
     }
 
     fn copy_engine_is_ahead(&self) -> bool {
@@ -96,7 +99,8 @@ impl Row {
         }
     }
 
-    /// The smallest size from which staged was as fast as direct, within 2 % there and at every larger size;
+    /// The smallest size from which staged was as fast as direct, within 2 % (5 % from [`STAGE_FROM`] on) there and at
+    /// every larger size;
     /// [`u64::MAX`] if it was not at the largest ones. The largest alone, timed least often, says nothing against the one
     /// below it: what staging costs more than direct does not grow with the size.
     ///

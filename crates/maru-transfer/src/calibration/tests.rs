@@ -52,21 +52,26 @@ fn staged_begins_where_it_is_ahead_for_good() {
 }
 
 #[test]
-fn it_may_be_two_percent_behind_at_no_size_from_there_on() {
-    let mut times = ahead(2);
-    assert_eq!(staged_from(&times), 8 * MIB);
-    // A little more than 2 % at 16 MiB.
-    times[3].1 = 102.1;
+fn it_may_be_little_behind_at_no_size_from_there_on() {
+    let mut times = ahead(1);
+    assert_eq!(staged_from(&times), 4 * MIB);
+    // A little more than 2 % at 8 MiB, than 5 % at 16.
+    times[2].1 = 102.1;
+    assert_eq!(staged_from(&times), 16 * MIB);
+    times[2].1 = 101.9;
+    assert_eq!(staged_from(&times), 4 * MIB);
+    times[3].1 = 104.9;
+    assert_eq!(staged_from(&times), 4 * MIB);
+    times[3].1 = 105.1;
     assert_eq!(staged_from(&times), 32 * MIB);
-    times[3].1 = 101.9;
-    assert_eq!(staged_from(&times), 8 * MIB);
+    times[3].1 = 101.0;
     // A lucky small one before a bad one is luck.
-    times[0].1 = 10.0;
+    (times[0].1, times[1].1) = (10.0, 105.0);
     assert_eq!(staged_from(&times), 8 * MIB);
     // So is a bad largest one behind a good one; two in a row are not.
     times[5].1 = 110.0;
     assert_eq!(staged_from(&times), 8 * MIB);
-    times[4].1 = 103.0;
+    times[4].1 = 106.0;
     assert_eq!(staged_from(&times), u64::MAX);
 }
 
