@@ -150,11 +150,13 @@ impl<'a> SlotLists<'a> {
         if self.entries.is_empty() || self.filled + bytes > ENTRY_BYTES {
             let Some(index) = self.ring.take()? else { return Ok(None) };
             // Entries side by side are one copy; what is left empty at the end of the first is copied along.
-            if self.entries.last().is_none_or(|last| last + 1 != index) {
-                self.copy()?;
-            }
+            let apart = self.entries.last().is_none_or(|last| last + 1 != index);
             self.entries.push(index);
             self.filled = 0;
+            if apart {
+                // Once the entry is ours: it is given back if this fails.
+                self.copy()?;
+            }
         }
         let Some(&index) = self.entries.last() else { return Ok(None) };
         let at = index * ENTRY_BYTES + self.filled;

@@ -162,22 +162,16 @@ pub(crate) fn sorted_overlap(runs: &[Run]) -> bool {
     order.windows(2).any(|w| w[0].1 > w[1].0)
 }
 
-/// Names the first two tokens of a slot that is written twice.
+/// Names the first two tokens of the lowest slot that is written twice. The runs are in token order.
 pub(crate) fn find_duplicate(runs: &[Run]) -> LayoutError {
-    let mut order: Vec<&Run> = runs.iter().collect();
-    order.sort_unstable_by_key(|r| (r.slot, r.token));
-    let mut last = order[0];
-    for run in &order[1..] {
-        if last.slot + last.len > run.slot {
-            let slot = run.slot;
-            let (a, b) = (last.token + (slot - last.slot), run.token);
-            return LayoutError::DuplicateSlot { slot, first: a.min(b), second: a.max(b) };
-        }
-        if run.slot + run.len > last.slot + last.len {
-            last = run;
-        }
-    }
-    LayoutError::DuplicateSlot { slot: 0, first: 0, second: 0 }
+    let mut order: Vec<(u64, u64)> = runs.iter().map(|r| (r.slot, r.slot + r.len)).collect();
+    order.sort_unstable();
+    // The first that begins before one in front of it ends: those in front of that one are apart.
+    let slot = order.windows(2).find(|w| w[0].1 > w[1].0).map_or(0, |w| w[1].0);
+    let holds = |run: &&Run| (run.slot..run.slot + run.len).contains(&slot);
+    let mut tokens = runs.iter().filter(holds).map(|run| run.token + (slot - run.slot));
+    let (first, second) = (tokens.next().unwrap_or(0), tokens.next().unwrap_or(0));
+    LayoutError::DuplicateSlot { slot, first, second }
 }
 
 #[cfg(test)]
@@ -190,6 +184,14 @@ mod tests {
 
     fn run(slot: u64, len: u64) -> Run {
         Run { token: 0, slot, len }
+    }
+
+    #[test]
+    fn the_first_two_tokens_of_a_slot_are_named() {
+        // Slots 5, 5, 0 to 5.
+        let runs = [(0, 5, 1), (1, 5, 1), (2, 0, 6)].map(|(token, slot, len)| Run { token, slot, len });
+        let expect = LayoutError::DuplicateSlot { slot: 5, first: 0, second: 1 };
+        assert_eq!(find_duplicate(&runs), expect);
     }
 
     #[test]

@@ -168,6 +168,22 @@ impl Memory {
     }
 
     fn region_of(&self, range: Allocation, device: u64) -> Result<Region, Fault> {
+        let mut kept = Vec::new();
+        let region = self.region_or_make(range, device, &mut kept);
+        if !kept.is_empty() {
+            // Not under the lock: what is finalised may ask for a region itself.
+            Python::attach(|_| drop(kept));
+        }
+        region
+    }
+
+    /// `kept`: what transfers kept alive that had to be waited for.
+    fn region_or_make(
+        &self,
+        range: Allocation,
+        device: u64,
+        kept: &mut Vec<Py<PyAny>>,
+    ) -> Result<Region, Fault> {
         let mut allocations = lock(&self.allocations);
         let holds = |old: &Allocation| {
             old.start <= range.start && old.id == range.id && range.start + range.len <= old.start + old.len
@@ -194,8 +210,8 @@ impl Memory {
         let region = match make() {
             // An earlier shape of the same memory is still in flight.
             Err(CxlError::RegistrationOverlap { .. }) => {
-                let (kept, outcome) = process().drain();
-                Python::attach(|_| drop(kept));
+                let (over, outcome) = process().drain();
+                kept.extend(over);
                 outcome?;
                 make()?
             }

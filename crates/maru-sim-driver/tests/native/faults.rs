@@ -2,7 +2,7 @@
 //! exact.
 
 use cudarc::driver::sys::CUstream;
-use maru_kernel_cuda::{KernelError, PagedCopyKernel, StagedMover, StagedOptions};
+use maru_kernel_cuda::{KernelError, LaunchOptions, PagedCopyKernel, StagedMover, StagedOptions};
 use maru_layout::{Direction, SlotMapping};
 use maru_sim_driver::Session;
 
@@ -21,6 +21,7 @@ pub(crate) fn tests() -> Vec<Test> {
         a_transfer_of_a_long_list_fails_at_every_call,
         a_transfer_of_slots_on_the_device_fails_at_every_call,
         buffers_of_long_lists_are_not_lost_by_failures,
+        a_buffer_taken_while_the_one_before_cannot_be_copied_is_not_lost,
         the_second_image_is_tried_when_the_first_does_not_load,
         a_kernel_that_fails_on_its_way_loses_the_context_and_nothing_hangs,
         a_query_that_fails_is_an_error_and_not_pending,
@@ -218,6 +219,29 @@ fn buffers_of_long_lists_are_not_lost_by_failures(session: &Session) {
     let uploads = records.iter().filter(|r| r.function.starts_with("cuMemcpyHtoDAsync")).count();
     assert_eq!(uploads, 1, "the slots went by value: {records:?}");
     setup.check(session);
+}
+
+/// The ring ends in the middle of a batch, so that its two buffers are two copies, and the first of these fails.
+fn a_buffer_taken_while_the_one_before_cannot_be_copied_is_not_lost(session: &Session) {
+    let rig = Rig::new();
+    let (kernel, stream) = (&rig.kernel, &rig.stream);
+    let setups: Vec<Setup> = (0..11).map(|_| long(session, Direction::Gather)).collect();
+    let plan = &setups[0].plan;
+    let planes = kernel.register(plan).unwrap();
+    // More than fits one buffer.
+    let jobs: Vec<_> = setups.iter().map(|setup| setup.job_of(plan, setup.host_slots())).collect();
+    let one = || {
+        session.clear_records();
+        one(&setups[0], kernel, &planes, setups[0].host_slots(), stream.0, Way::Direct).unwrap();
+        session.records().iter().filter(|r| r.function.starts_with("cuMemcpyHtoDAsync")).count()
+    };
+    (0..63).for_each(|_| assert_eq!(one(), 1));
+    session.fail("cuMemcpyHtoDAsync", 1, NOT_PERMITTED);
+    // SAFETY: cache and slabs live until the transfers are over.
+    unsafe { kernel.launch_many(&jobs, &planes, stream.0, LaunchOptions::default()) }.unwrap_err();
+    assert_eq!(session.faults_left(), 0);
+    let by_value = (0..64).filter(|_| one() == 0).count();
+    assert_eq!(by_value, 0, "buffers are lost");
 }
 
 fn the_second_image_is_tried_when_the_first_does_not_load(session: &Session) {
