@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use maru_layout::Direction;
 use maru_transfer::config::Config;
-use maru_transfer::{Place, Stream, Transfer, TransferEngine, TransferRequest};
+use maru_transfer::{Place, RegisteredCache, Stream, Transfer, TransferEngine, TransferRequest};
 use pyo3::prelude::*;
 
 use crate::args::{self, Arg};
@@ -36,19 +36,13 @@ impl PyEngine {
         direction: Direction,
         given: &Given<'_, '_>,
     ) -> Result<Py<PyTransfer>> {
-        let engine = self.engine.get("Engine")?;
+        let place = self.engine.get("Engine")?.place();
         let (cache, options, mut keep) = begin(cache, direction, given)?;
-        let (place, id) = (engine.place(), self.id);
         let item = Item::read(cache, item, (direction, place), &options, &mut keep)?;
-        let stream = stream_of(py, place, cache.is_torch(), given.stream)?;
-        let transfer = detached(py, || {
-            let cache = cache.registered(id, engine)?;
-            // SAFETY: torch's current stream, the default one, or a live one as the caller states.
-            let stream = unsafe { Stream::cuda(stream) };
-            let request = item.request(&cache, (direction, place), &options, stream)?;
+        self.send(py, cache, keep, given.stream, |engine, cache, stream| {
+            let request = item.request(cache, (direction, place), &options, stream)?;
             submit(engine, std::slice::from_ref(&request), &options)
-        })?;
-        finish(py, transfer, (place, cache), keep)
+        })
     }
 
     /// Any number of slabs.
@@ -61,9 +55,8 @@ impl PyEngine {
         given: &Given<'_, '_>,
     ) -> Result<Py<PyTransfer>> {
         let items = pairs(items)?;
-        let engine = self.engine.get("Engine")?;
+        let place = self.engine.get("Engine")?.place();
         let (cache, options, mut keep) = begin(cache, direction, given)?;
-        let (place, id) = (engine.place(), self.id);
         let mut read = Vec::with_capacity(items.len());
         for (i, (slots, slab)) in items.iter().enumerate() {
             let item = Item::read(cache, (slots, slab), (direction, place), &options, &mut keep);
@@ -72,16 +65,32 @@ impl PyEngine {
                 e => e,
             })?);
         }
-        let stream = stream_of(py, place, cache.is_torch(), given.stream)?;
+        self.send(py, cache, keep, given.stream, |engine, cache, stream| {
+            let request = |item: Item<'_>| item.request(cache, (direction, place), &options, stream);
+            let requests = read.into_iter().map(request).collect::<Result<Vec<_>, Fault>>()?;
+            submit(engine, &requests, &options)
+        })
+    }
+
+    /// Lets `submit` put a transfer on the stream, without the GIL.
+    fn send(
+        &self,
+        py: Python<'_>,
+        cache: &PyPagedCache,
+        keep: Keep,
+        stream: Arg<'_, '_>,
+        submit: impl FnOnce(&TransferEngine, &RegisteredCache, Stream) -> Result<Transfer, Fault> + Send,
+    ) -> Result<Py<PyTransfer>> {
+        let engine = self.engine.get("Engine")?;
+        let (place, id) = (engine.place(), self.id);
+        let stream = stream_of(py, place, cache.is_torch(), stream)?;
         let transfer = detached(py, || {
             let cache = cache.registered(id, engine)?;
             // SAFETY: torch's current stream, the default one, or a live one as the caller states.
-            let stream = unsafe { Stream::cuda(stream) };
-            let request = |item: Item<'_>| item.request(&cache, (direction, place), &options, stream);
-            let requests = read.into_iter().map(request).collect::<Result<Vec<_>, Fault>>()?;
-            submit(engine, &requests, &options)
+            submit(engine, &cache, unsafe { Stream::cuda(stream) })
         })?;
-        finish(py, transfer, (place, cache), keep)
+        process().reap(py);
+        Ok(Py::new(py, PyTransfer::new(transfer, (place, cache.paged().layers()), keep))?)
     }
 }
 
@@ -110,16 +119,6 @@ fn submit(
         Some(after) => engine.submit_by_layer(requests, after)?,
         None => engine.submit_many(requests)?,
     })
-}
-
-fn finish(
-    py: Python<'_>,
-    transfer: Transfer,
-    (place, cache): (Place, &PyPagedCache),
-    keep: Keep,
-) -> Result<Py<PyTransfer>> {
-    process().reap(py);
-    Ok(Py::new(py, PyTransfer::new(transfer, (place, cache.paged().layers()), keep))?)
 }
 
 #[pymethods]
