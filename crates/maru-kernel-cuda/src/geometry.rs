@@ -306,4 +306,4 @@ pub fn wide_division(d: u64) -> (u64, u32) {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

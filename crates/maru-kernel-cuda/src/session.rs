@@ -236,8 +236,8 @@ impl<'a> Session<'a> {
     /// Launches jobs together, telling of so many runs.
     ///
     /// # Safety
-    /// As [`Session::put_many`]; the arguments are those of the launch's entry, made of these jobs and their slots, where
-    /// those are uploaded.
+    /// As [`Session::put_many`]; the arguments are those of the launch's entry, made of these jobs and their slots, which
+    /// are uploaded or go by value, as the entry takes them.
     unsafe fn launch<T>(
         &self,
         batch: &BatchLaunch,

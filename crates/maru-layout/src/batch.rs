@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::marks::{Marked, Marks, find_duplicate, sorted_overlap};
+use crate::marks::{Marked, Marks, find_duplicate};
 use crate::{CopyJob, CopyPlan, Direction, JobRequest, JobSlots, LayoutError, Run};
 
 /// Most runs whose memory a thread keeps, 1.5 MiB.
@@ -151,14 +151,12 @@ impl JobBatch {
             self.group = next_group();
             marked = marks.mark(own);
         }
-        let twice = match marked {
-            Marked::New => return Ok(Place { group: self.group, place }),
-            Marked::Again => true,
-            Marked::Full => sorted_overlap(own),
-        };
+        if marked == Marked::New {
+            return Ok(Place { group: self.group, place });
+        }
         // The set holds a part of it.
         self.group = 0;
-        if twice { Err(find_duplicate(own)) } else { Ok(Place::default()) }
+        if marked.is_twice(own) { Err(find_duplicate(own)) } else { Ok(Place::default()) }
     }
 
     /// The jobs, in the order of their requests.
@@ -210,12 +208,7 @@ impl CopyJob {
         let mut job = CopyJob::check(&plan, request, runs)?;
         if writes_slots(&job) && runs.len() > 1 {
             marks.clear(runs.len(), plan.geometry().num_slots);
-            let twice = match marks.mark(runs) {
-                Marked::New => false,
-                Marked::Again => true,
-                Marked::Full => sorted_overlap(runs),
-            };
-            if twice {
+            if marks.mark(runs).is_twice(runs) {
                 return Err(find_duplicate(runs));
             }
         }

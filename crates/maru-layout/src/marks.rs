@@ -40,6 +40,17 @@ pub(crate) enum Marked {
     Full,
 }
 
+impl Marked {
+    /// Whether two of the runs, put into an empty set, name the same slot.
+    pub(crate) fn is_twice(self, runs: &[Run]) -> bool {
+        match self {
+            Marked::New => false,
+            Marked::Again => true,
+            Marked::Full => sorted_overlap(runs),
+        }
+    }
+}
+
 impl Marks {
     pub(crate) const NEW: Marks = Marks { table: Vec::new(), size: 0, epoch: 0, used: 0, direct: false };
 
@@ -156,7 +167,7 @@ impl Marks {
 }
 
 /// Whether two of the runs name the same slot, by sorting them: for what a set does not take.
-pub(crate) fn sorted_overlap(runs: &[Run]) -> bool {
+fn sorted_overlap(runs: &[Run]) -> bool {
     let mut order: Vec<(u64, u64)> = runs.iter().map(|r| (r.slot, r.slot + r.len)).collect();
     order.sort_unstable();
     order.windows(2).any(|w| w[0].1 > w[1].0)

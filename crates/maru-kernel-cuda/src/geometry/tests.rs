@@ -8,7 +8,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn spec(block_size: u64, num_blocks: u64) -> StridedSpec {
+/// K and V of one layer, two heads of 64 in two bytes: rows of 256 bytes.
+pub(crate) fn spec(block_size: u64, num_blocks: u64) -> StridedSpec {
     StridedSpec {
         dtype: DType::Bf16,
         row_kind: RowKind::Plain,

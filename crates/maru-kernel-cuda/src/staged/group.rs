@@ -176,31 +176,15 @@ fn spans_of(piece: &Piece, host: u64, buffer: u64) -> impl Iterator<Item = Spans
 mod tests {
     use std::sync::Arc;
 
-    use maru_layout::{
-        CopyPlan, DType, JobRequest, PagedLayout, RowKind, SlabLayout, SlabSpan, SlotMapping, StridedSpec,
-    };
+    use maru_layout::{CopyPlan, JobRequest, PagedLayout, SlabLayout, SlabSpan, SlotMapping};
     use proptest::prelude::*;
 
     use super::*;
+    use crate::geometry::tests::spec;
 
     /// Of 2 x 4 planes, 32 rows of 256 bytes each: 8 KiB a plane, 64 KiB a slab.
     fn slabs(direction: Direction, count: u64) -> Vec<CopyJob> {
-        let spec = StridedSpec {
-            dtype: DType::Bf16,
-            row_kind: RowKind::Plain,
-            kv_planes: 2,
-            kv_stride: 1 << 12,
-            layers: 1,
-            layer_stride: 0,
-            num_blocks: 1000,
-            block_size: 16,
-            num_heads: 2,
-            head_size: 64,
-            block_stride: 1 << 16,
-            token_stride: 256,
-            head_stride: 128,
-        };
-        let paged = PagedLayout::from_strides(&spec).unwrap();
+        let paged = PagedLayout::from_strides(&spec(16, 1000)).unwrap();
         let slab = SlabLayout::of_cache(&paged, 2, 4, 32).unwrap();
         let bases: Vec<u64> = (1..=8).map(|i| 0x1000_0000 * i).collect();
         let plan = Arc::new(CopyPlan::new(&paged, &slab, bases).unwrap());
